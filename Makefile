@@ -202,7 +202,7 @@ features:
 	$(CARGO) clippy --quiet --locked -p remora-agent --no-default-features --features s3 -- -D warnings
 	$(CARGO) clippy --quiet --locked -p remora-agent --no-default-features --features age -- -D warnings
 
-## audit: known vulnerabilities in the crates that are used; skipped, with a line, without cargo-deny and its database
+## audit: sources, licences, versions and known vulnerabilities of the crates that are used; what can't be looked for is said
 .PHONY: audit
 audit:
 	@dev/audit

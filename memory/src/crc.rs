@@ -4,6 +4,8 @@
 //! piece at a time, and the sum is taken while the piece is in the cache. That is as fast as summing them in place with
 //! the processor's CRC instruction and needs no unsafe code.
 
+// Stands alone: the two doors, of private and of shared bytes, take their sums from one place.
+
 use crc_fast::{CrcAlgorithm, Digest};
 
 use crate::mapping::Span;

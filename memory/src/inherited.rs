@@ -1,5 +1,7 @@
 //! Descriptors that the service manager left open for this process. The only unsafe code for them.
 
+// Stands alone: it holds one of the crate's few unsafe blocks, and nothing else here is about service managers.
+
 use std::{
     collections::VecDeque,
     env,

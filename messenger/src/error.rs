@@ -1,6 +1,8 @@
 //! Why a link ended. The worker logs it where it handles it. The owner of a connection is told the consequence
 //! ([`crate::Dispatcher`]), and can ask for the reason ([`crate::Connection::link_error`]).
 
+// Stands alone: each floor of a link ends with one of these.
+
 use std::io;
 
 use crate::frame::Malformed;

@@ -1,6 +1,8 @@
 //! The server as seen by the rest of this crate: the safe handles of [`crate::ffi`], and the numbers of the API.
 //! Nothing here is unsafe.
 
+// Stands alone: the list of what `ffi` gives to the rest of the crate.
+
 pub(crate) use crate::ffi::{
     AddError, AuxLoad, BATCH, Command, Context, Cursor, EventHandler, FastServer, Flag, FoundKey, FoundValue,
     InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module, Number, OwnContext, OwnedStr, Scratch, ServerInfo, Step,

@@ -21,8 +21,7 @@
 //!
 //! - [`ReplId`]: the name of a replication history, 40 hexadecimal digits.
 //! - [`resp`]: the wire format. [`resp::Decoder`] reads answers of servers, [`resp::CommandDecoder`] commands of
-//!   clients.
-//! - [`refusal`]: the errors servers answer with, sorted by who can act on them.
+//!   clients. [`Refusal`] is an error that a server answers with.
 //! - [`psync`]: the replication handshake, both ends. **Start here**: the drawings above the two state machines are the
 //!   core of this crate.
 //! - [`rdb`]: the envelope of a snapshot (magic, version, auxiliary fields, checksum) and the positions of its records.
@@ -48,13 +47,12 @@ pub mod fuzzing;
 pub mod info;
 pub mod psync;
 pub mod rdb;
-pub mod refusal;
 mod replid;
 pub mod resp;
 mod text;
 
-pub use refusal::Refusal;
 pub use replid::{InvalidReplId, ReplId};
+pub use resp::Refusal;
 
 /// The highest replication offset: servers count offsets as signed 64-bit integers. An offset at most this high has a
 /// next one.

@@ -1,6 +1,8 @@
 //! Small parsers that several modules need: decimal numbers, and excerpts for error messages. Not a parser library:
 //! each function parses one line of some protocol.
 
+// Stands alone: every other module of this crate reads numbers and excerpts by it.
+
 use crate::MAX_OFFSET;
 
 /// Bytes of a peer's data that an error message quotes: enough to recognise an HTTP status line, short enough for a

@@ -1,5 +1,7 @@
 //! The methods by which slots and records are compressed. Not here: compressing ([`encoding`](crate::encoding)).
 
+// Stands alone: layout, encoding and files that keep slots name a method, and only the encoding compresses.
+
 use std::fmt;
 
 /// How a slot is compressed.

@@ -1,6 +1,8 @@
 //! Overlap: what requests of several blocks have in common. The rules know writes and reads by number only. Which write
 //! a read must return, a client asks here.
 
+// Stands alone: clients and servers ask it alike, and each of its rules has a mutant.
+
 #[cfg(test)]
 use crate::mutant::Mutant;
 use crate::version::Version;

@@ -11,12 +11,9 @@
 #![deny(unsafe_code)] // but for one call in `cpu`
 
 pub mod bars;
-pub mod copies;
-pub mod crowd;
 pub mod mass;
 pub mod messenger;
 pub mod perftest;
-mod plot;
 pub mod source;
 pub mod suite;
 pub mod sync;
@@ -193,11 +190,9 @@ pub struct Comparison {
     pub ours: (String, String),
     /// The rival: subject and case.
     pub rival: (String, String),
-    /// Target: the least ratio of ours to the rival's.
-    pub at_least: Option<f64>,
-    /// Target: the greatest ratio, where less is better.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub at_most: Option<f64>,
+    /// The target of the ratio of ours to the rival's.
+    #[serde(flatten)]
+    pub target: Target,
     /// The ratios of the rounds.
     pub ratio: Option<Spread>,
 }
@@ -205,7 +200,7 @@ pub struct Comparison {
 impl Comparison {
     /// Whether the target is met. Without figures it is not.
     fn is_kept(&self) -> bool {
-        is_within(self.ratio, self.at_least, self.at_most)
+        self.target.is_met(self.ratio)
     }
 }
 
@@ -214,10 +209,9 @@ impl Comparison {
 pub struct Goal {
     /// The figure and its unit.
     pub what: String,
-    /// Target: the least value.
-    pub at_least: Option<f64>,
-    /// Target: the greatest value, where less is better.
-    pub at_most: Option<f64>,
+    /// Its target.
+    #[serde(flatten)]
+    pub target: Target,
     /// The values of the rounds.
     pub value: Option<Spread>,
 }
@@ -225,22 +219,60 @@ pub struct Goal {
 impl Goal {
     /// Whether the target is met, by the median of the rounds. Without figures it is not.
     pub fn is_kept(&self) -> bool {
-        is_within(self.value, self.at_least, self.at_most)
+        self.target.is_met(self.value)
     }
 }
 
-fn is_within(value: Option<Spread>, at_least: Option<f64>, at_most: Option<f64>) -> bool {
-    let Some(value) = value else { return at_least.is_none() && at_most.is_none() };
-    at_least.is_none_or(|least| value.median >= least) && at_most.is_none_or(|most| value.median <= most)
+/// The least or the greatest value that was promised of a figure or of a ratio, or none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Target {
+    at_least: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    at_most: Option<f64>,
 }
 
-/// The target and whether it is met, in the words of a table.
-fn verdict(at_least: Option<f64>, at_most: Option<f64>, is_kept: bool) -> String {
-    let kept = if is_kept { "kept" } else { "**not kept**" };
-    match (at_least, at_most) {
-        (Some(least), _) => format!("≥ {least}: {kept}"),
-        (_, Some(most)) => format!("≤ {most}: {kept}"),
-        (None, None) => "–".to_owned(),
+impl Target {
+    /// Nothing was promised.
+    pub const NONE: Target = Target { at_least: None, at_most: None };
+
+    /// The least value, where more is better.
+    pub const fn least(value: f64) -> Target {
+        Target { at_least: Some(value), at_most: None }
+    }
+
+    /// The greatest value, where less is better.
+    pub const fn most(value: f64) -> Target {
+        Target { at_least: None, at_most: Some(value) }
+    }
+
+    /// Whether something was promised.
+    pub fn is_some(self) -> bool {
+        self != Target::NONE
+    }
+
+    /// Whether it is met, by the median of the rounds. Without figures it is not.
+    pub fn is_met(self, value: Option<Spread>) -> bool {
+        let Some(Spread { median, .. }) = value else { return !self.is_some() };
+        self.at_least.is_none_or(|least| median >= least) && self.at_most.is_none_or(|most| median <= most)
+    }
+
+    /// The target and whether it is met, in the words of a table.
+    fn verdict(self, value: Option<Spread>) -> String {
+        match (self.is_some(), self.is_met(value)) {
+            (false, _) => "–".to_owned(),
+            (true, true) => format!("{self}: kept"),
+            (true, false) => format!("{self}: **not kept**"),
+        }
+    }
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match (self.at_least, self.at_most) {
+            (Some(least), _) => write!(f, "≥ {least}"),
+            (_, Some(most)) => write!(f, "≤ {most}"),
+            (None, None) => f.write_str("–"),
+        }
     }
 }
 
@@ -264,25 +296,20 @@ impl Run {
 
     /// Compares two things by the ratio in each round that has both.
     pub fn compare(&mut self, ours: (&str, &str), rival: (&str, &str), at_least: Option<f64>) {
-        self.compare_within(ours, rival, (at_least, None));
+        self.compare_within(ours, rival, at_least.map_or(Target::NONE, Target::least));
     }
 
     /// Compares two subjects where less is better.
     pub fn compare_less(&mut self, ours: (&str, &str), rival: (&str, &str), at_most: Option<f64>) {
-        self.compare_within(ours, rival, (None, at_most));
+        self.compare_within(ours, rival, at_most.map_or(Target::NONE, Target::most));
     }
 
-    fn compare_within(
-        &mut self,
-        ours: (&str, &str),
-        rival: (&str, &str),
-        (at_least, at_most): (Option<f64>, Option<f64>),
-    ) {
+    fn compare_within(&mut self, ours: (&str, &str), rival: (&str, &str), target: Target) {
         let owned = |(subject, case): (&str, &str)| (subject.to_owned(), case.to_owned());
         let rounds = self.samples.iter().map(|sample| sample.round + 1).max().unwrap_or(0);
         let ratio = |round| Some(self.value(ours, round)? / self.value(rival, round)?);
         let ratio = Spread::of((0..rounds).filter_map(ratio));
-        self.comparisons.push(Comparison { ours: owned(ours), rival: owned(rival), at_least, at_most, ratio });
+        self.comparisons.push(Comparison { ours: owned(ours), rival: owned(rival), target, ratio });
     }
 
     fn value(&self, (subject, case): (&str, &str), round: usize) -> Option<f64> {
@@ -333,8 +360,8 @@ impl Run {
         let _ = writeln!(out, "\n| ours | rival | ratio: median | low | high | promised |");
         let _ = writeln!(out, "|---|---|---:|---:|---:|---|");
         for comparison in &self.comparisons {
-            let Comparison { ours, rival, at_least, at_most, ratio } = comparison;
-            let verdict = verdict(*at_least, *at_most, comparison.is_kept());
+            let Comparison { ours, rival, target, ratio } = comparison;
+            let verdict = target.verdict(*ratio);
             let ratio = ratio
                 .map_or("– | – | –".to_owned(), |r| format!("{:.2} | {:.2} | {:.2}", r.median, r.low, r.high));
             let _ = writeln!(out, "| {} {} | {} {} | {ratio} | {verdict} |", ours.0, ours.1, rival.0, rival.1);
@@ -350,7 +377,7 @@ impl Run {
             let value = goal
                 .value
                 .map_or("– | – | –".to_owned(), |v| format!("{:.2} | {:.2} | {:.2}", v.median, v.low, v.high));
-            let verdict = verdict(goal.at_least, goal.at_most, goal.is_kept());
+            let verdict = goal.target.verdict(goal.value);
             let _ = writeln!(out, "| {} | {value} | {verdict} |", goal.what);
         }
     }
@@ -509,15 +536,16 @@ mod tests {
     #[test]
     fn a_goal_is_judged_by_its_median_and_without_figures_not_met() {
         let mut run = Run::new("test", "k/s");
-        let goal = |at_least, at_most, values: &[f64]| Goal {
+        let goal = |target, values: &[f64]| Goal {
             what: "rate, k/s".into(),
-            at_least,
-            at_most,
+            target,
             value: Spread::of(values.iter().copied()),
         };
-        run.goals = vec![goal(Some(600.0), None, &[1.0, 600.0, 700.0]), goal(None, Some(3.0), &[3.0])];
+        run.goals = vec![goal(Target::least(600.0), &[1.0, 600.0, 700.0]), goal(Target::most(3.0), &[3.0])];
         assert!(run.keeps_promises() && run.summary().contains("| rate, k/s | 600.00 | 1.00 | 700.00 | ≥ 600: kept |"));
-        for missed in [goal(Some(600.0), None, &[599.0]), goal(None, Some(3.0), &[3.1]), goal(None, Some(3.0), &[])] {
+        for missed in
+            [goal(Target::least(600.0), &[599.0]), goal(Target::most(3.0), &[3.1]), goal(Target::most(3.0), &[])]
+        {
             run.goals = vec![missed];
             assert!(!run.keeps_promises() && run.summary().contains("**not kept**"), "{}", run.summary());
         }

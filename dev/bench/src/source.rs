@@ -5,23 +5,27 @@
 //! a time: the child prints the place of its region, and on request its processor time. It ends when its standard input
 //! ends, so it cannot outlive the program.
 
-use std::{
-    io::{self, BufRead, BufReader, Read, Write},
-    net::{SocketAddr, TcpListener, TcpStream},
-    process::{Child, ChildStdin, ChildStdout, Command, Stdio},
-    sync::Arc,
-    time::Duration,
-};
+use std::io;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::time::Duration;
 
-use remora_fabric::{
-    Connector, Error, Exporter, Memory, Pages, Peer, RegionId, RegionKey, Regions, Secret,
-    shm::{ShmConnector, ShmExporter, ShmOptions},
-    tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions},
-    verbs::{CompletionMode, VerbsConnector, VerbsExporter, VerbsOptions},
-};
+use remora_fabric::shm::{ShmConnector, ShmExporter, ShmOptions};
+use remora_fabric::tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions};
+use remora_fabric::verbs::{CompletionMode, VerbsConnector, VerbsExporter, VerbsOptions};
+use remora_fabric::{Connector, Error, Exporter, Memory, Pages, Peer, RegionId, RegionKey, Regions, Secret};
+use remora_lab::Host;
+use remora_lab::process::Process;
+use remora_messenger::Address;
+use remora_volume::client::{ClientOptions, Volume, new_id};
+use remora_volume::server::{Server, ServerOptions};
+use remora_volume::shape::{Copies, Shape};
 use serde::{Deserialize, Serialize};
 
-use crate::{cpu, perftest::Ends};
+use crate::cpu;
+use crate::perftest::Ends;
 
 /// First argument of the child; the second is a [`SourceOptions`] as JSON.
 pub const ARGUMENT: &str = "--be-the-source";
@@ -258,3 +262,84 @@ const SESSION: u64 = 1;
 const SECRET: Secret = [7; 32];
 /// Least distance between two answers of the simple server.
 const PLAIN_STEP_BYTES: usize = 1 << 20;
+
+// Servers of a volume's copies, as processes of their own: the measuring program, started again.
+
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// A server of copies.
+#[derive(Debug)]
+pub struct CopyServer {
+    /// Its process.
+    pub process: Process,
+    /// Where it listens.
+    pub address: Address,
+}
+
+/// Where a server runs, and what it shares.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CopyPlace<'a> {
+    /// The host of a test network; `None`: this one.
+    pub host: Option<&'a Host>,
+    /// Whether it shares no memory with other processes, so that what is not in messages is read over TCP.
+    pub is_far: bool,
+}
+
+impl CopyServer {
+    /// Starts one, and waits until it listens at `address`. Port 0 is any port.
+    ///
+    /// # Errors
+    /// The process cannot be started, or does not listen.
+    pub fn start(address: &str, place: CopyPlace<'_>) -> Result<CopyServer, Failure> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args([SERVE_COPY, address, if place.is_far { FAR } else { NEAR }]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        if let Some(host) = place.host {
+            host.enter(&mut command)?;
+        }
+        let (process, pipes) = Process::start("a copy's server", command)?;
+        let stdout = pipes.stdout.ok_or("a copy's server without its standard output")?;
+        let mut line = String::new();
+        BufReader::new(stdout).read_line(&mut line)?; // it ends without a line if it cannot listen
+        let address = line.trim().parse().map_err(|_| format!("no server of copies at {address}; it said {line:?}"))?;
+        Ok(CopyServer { process, address })
+    }
+}
+
+/// Is such a server, if this program was started as one: until its standard input ends, and the process with it.
+///
+/// # Errors
+/// It cannot listen.
+pub fn be_one_if_asked() -> Result<(), Failure> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [word, address, distance] = arguments.as_slice() else { return Ok(()) };
+    if word != SERVE_COPY {
+        return Ok(());
+    }
+    let near = ServerOptions { memory: MEMORY_BYTES, ..ServerOptions::default() };
+    let options = if distance == FAR { ServerOptions { shm: false, lanes: Some(0), ..near } } else { near };
+    let server = Server::start(&address.parse()?, &options)?;
+    println!("{}", server.address());
+    io::stdin().read_to_end(&mut Vec::new())?;
+    drop(server);
+    std::process::exit(0);
+}
+
+/// Makes a new volume of this many blocks on servers, of which `held` must hold a write before it is answered.
+///
+/// # Errors
+/// There is no such volume, or a server refuses its copy.
+pub fn new_volume(servers: &[Address], held: usize, blocks: u64) -> Result<Shape, Failure> {
+    let copies = Copies::new(servers.len(), held).ok_or("no volume has copies like these")?;
+    let shape = Shape::new(new_id()?, blocks, copies).ok_or("no volume has this many blocks")?;
+    Volume::create(shape, servers, &ClientOptions::default())?;
+    Ok(shape)
+}
+
+/// First argument of the server's process; then its address, and [`NEAR`] or [`FAR`].
+const SERVE_COPY: &str = "--serve-copy";
+const NEAR: &str = "near";
+const FAR: &str = "far";
+
+/// For the volumes of all cases, and what is pulled.
+const MEMORY_BYTES: u64 = 2 << 30;

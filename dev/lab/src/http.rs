@@ -1,5 +1,7 @@
 //! One question by HTTP, for pages that our programs and Prometheus serve.
 
+// Stands alone: tests of pages need it without the rest of `prometheus`.
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;

@@ -2,6 +2,8 @@
 //! also added to the file that `REMORA_TEST_NOTES` names, which `make test` and continuous integration print at their
 //! end.
 
+// Stands alone: `require` and the machine for RDMA, which it needs, both add lines.
+
 use std::io::Write;
 
 /// Reports that this test has passed with less proof than usual.

@@ -1,5 +1,7 @@
 //! Resources that are removed with their test: folders, ports, token files.
 
+// Stands alone: every kind of test begins with it.
+
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener};

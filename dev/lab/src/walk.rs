@@ -1,5 +1,7 @@
 //! Walk: all keys of a server's databases, in batches.
 
+// Stands alone: the comparison, its digest and the contents of a server all walk by it.
+
 use std::collections::BTreeMap;
 
 use remora_redis::resp::Frame;

@@ -1,4 +1,4 @@
-//! Bounds on what one file holds: it can be read in one sitting, and it is a whole idea.
+//! Bounds on what one file holds: it can be read in one sitting, it is a whole idea, and its comments are not too wide.
 //!
 //! Only product code counts: not test modules, and not generated files. A file out of the bounds on purpose says why at
 //! its head, after [`LARGER`] or [`ALONE`]. The face of a folder (`mod.rs`, `lib.rs`, `main.rs`) may be short.
@@ -7,8 +7,8 @@
 //! then a reader had to put it together again.
 
 use syn::spanned::Spanned;
-use syn::visit::{self, Visit};
-use syn::{Attribute, Item};
+use syn::visit::Visit;
+use syn::{Attribute, Item, visit};
 
 use crate::modules::{Modules, Source, is_for_tests};
 
@@ -25,26 +25,8 @@ pub(crate) const ALONE: &str = "// Stands alone:";
 /// How generated files begin.
 const GENERATED: &str = "/* automatically generated";
 
-/// Folders whose files may be short for now, and single files. They were cut under an older bound of 600 lines, and are
-/// still to be merged.
-const STILL_CUT: &[&str] = &[
-    "agent/",
-    "dev/bench/",
-    "dev/xtask/",
-    "redis/",
-    "dev/lab/src/http.rs",
-    "dev/lab/src/notes.rs",
-    "dev/lab/src/scratch.rs",
-    "dev/lab/src/walk.rs",
-    "dev/structure/src/style.rs",
-    "memory/src/crc.rs",
-    "memory/src/inherited.rs",
-    "messenger/src/error.rs",
-    "module/src/api.rs",
-    "table/src/method.rs",
-    "table/src/tests/threads.rs",
-    "volume/src/overlap.rs",
-];
+/// Folders whose files may be short for now: they were cut under an older bound of 600 lines, and are to be merged.
+const STILL_CUT: &[&str] = &["agent/"];
 
 /// The files of one crate that are out of a bound, a line for each.
 pub(crate) fn check(modules: &Modules) -> Vec<String> {
@@ -124,6 +106,35 @@ fn is_marked(text: &str, marker: &str) -> bool {
     text.lines().take_while(is_head).any(has_reason)
 }
 
+// How wide comments are: stable rustfmt leaves them as they are. A line of prose in a comment has at most [`MAX_WIDTH`]
+// characters, as code has. Drawings and tables may be wider: what is between fences, and rows of tables.
+
+/// The widest line of prose, in characters: `max_width` of rustfmt.toml.
+const MAX_WIDTH: usize = 120;
+
+/// The comments of one crate that are too wide, a line for each.
+pub(crate) fn check_comments(modules: &Modules) -> Vec<String> {
+    let wide = |(file, source)| {
+        too_wide(source).map(move |line| format!("{file}:{line}: a comment wider than {MAX_WIDTH} characters"))
+    };
+    modules.files().flat_map(wide).collect()
+}
+
+/// The numbers of the lines of prose that are too wide.
+fn too_wide(source: &Source) -> impl Iterator<Item = usize> {
+    let mut in_fence = false;
+    let lines = source.text.lines().enumerate();
+    lines.filter_map(move |(at, line)| {
+        let comment = line.trim_start().strip_prefix("//")?;
+        let text = comment.trim_start_matches(['/', '!']).trim_start();
+        if text.starts_with("```") {
+            in_fence = !in_fence;
+        }
+        let is_prose = !in_fence && !text.starts_with('|');
+        (is_prose && line.chars().count() > MAX_WIDTH).then_some(at + 1)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -163,5 +174,22 @@ mod tests {
             assert_eq!(found(&format!("{}{marker} one table.\n", lines(count))).len(), 1, "not at the head");
         }
         assert_eq!(found(&format!("{LARGER} one table.\n{}", lines(10))).len(), 1, "the other marker");
+    }
+
+    fn source(text: &str) -> Source {
+        Source { text: text.to_string(), parsed: syn::parse_file(text).unwrap() }
+    }
+
+    #[test]
+    fn only_prose_is_held_to_the_width() {
+        let wide = "word ".repeat(30);
+        let lines = |text: &str| too_wide(&source(text)).collect::<Vec<_>>();
+        assert_eq!(lines(&format!("/// Short.\n/// {wide}\nfn f() {{}}\n")), [2]);
+        assert_eq!(lines(&format!("fn f() {{\n    // {wide}\n}}\n")), [2]);
+        assert_eq!(lines(&format!("//! ```text\n//! {wide}\n//! ```\n//! {wide}\n")), [4], "a drawing may be wide");
+        assert_eq!(lines(&format!("//! | {wide} |\n")), [0; 0], "a table may be wide");
+        assert_eq!(lines(&format!("const TEXT: &str = \"{wide}\";\n")), [0; 0], "code is rustfmt's");
+        let drawn = format!("/// {}\nfn f() {{}}\n", "─".repeat(100));
+        assert_eq!(lines(&drawn), [0; 0], "characters count, and not bytes");
     }
 }

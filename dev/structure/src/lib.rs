@@ -3,27 +3,23 @@
 //! ```text
 //!   cargo metadata ──▶ workspace: crates, drawn from the top floor down
 //!   sources ──syn──▶ modules ──▶ imports: file ──▶ file, by the items it names ──▶ rooms: no circles
-//!                       ├──────▶ bounds: lines of a file
-//!                       └──────▶ style: width of comments
-//!   lock files, cargo metadata ──▶ dependencies: sources, licences and versions of other crates
+//!                       └──────▶ bounds: lines of a file, width of comments
+//!   lock files ──▶ workspace: what is fuzzed is built of the versions that ship
 //! ```
 //!
-//! - `rooms`: import circles. `bounds`: long files, and short ones. `style`: what rustfmt does not check.
-//! - `dependencies`: where crates of others come from, and under which licence.
+//! - `rooms`: import circles. `bounds`: long files, short ones, and wide comments, which rustfmt does not check.
 //! - `workspace`, `modules`, `imports`: shared by these.
+//!
+//! Where crates of others come from, and under which licence, cargo-deny checks (`deny.toml`).
 //!
 //! This is a separate crate, so that the check is built in seconds: it depends on none of the crates that it reads.
 
 #![forbid(unsafe_code)]
 
 mod bounds;
-mod dependencies;
 mod imports;
 mod modules;
-mod style;
 mod workspace;
-
-use std::path::Path;
 
 use imports::Imports;
 use modules::Modules;
@@ -47,7 +43,7 @@ pub fn check(print_ties: bool) -> Result<()> {
         }
         circles.extend(imports::circles(&imports));
         unbounded.extend(bounds::check(&modules));
-        styles.extend(style::check(&modules));
+        styles.extend(bounds::check_comments(&modules));
     }
     let mut failures = Vec::new();
     if !circles.is_empty() {
@@ -69,23 +65,13 @@ pub fn check(print_ties: bool) -> Result<()> {
     if !styles.is_empty() {
         failures.push(format!("{}:\n{}", count(&styles, "place out of style"), styles.join("\n")));
     }
-    let unfit = unfit_dependencies(&workspace.root)?;
-    if !unfit.is_empty() {
-        failures.push(format!("{}:\n{}", count(&unfit, "fault of dependencies"), unfit.join("\n")));
+    let (ours, fuzzed) = ("Cargo.lock", "dev/fuzz/Cargo.lock");
+    let read = |file| std::fs::read_to_string(workspace.root.join(file));
+    let differing = workspace::differently_locked((ours, &read(ours)?), (fuzzed, &read(fuzzed)?));
+    if !differing.is_empty() {
+        failures.push(format!("{}:\n{}", count(&differing, "fault of lock files"), differing.join("\n")));
     }
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n\n").into()) }
-}
-
-/// What is wrong with the crates of others, those of the fuzz targets included.
-fn unfit_dependencies(root: &Path) -> Result<Vec<String>> {
-    let mut unfit = dependencies::check_licences(&workspace::licences()?);
-    let read = |file| Ok::<_, std::io::Error>((file, std::fs::read_to_string(root.join(file))?));
-    let (programs, fuzzed) = (read("Cargo.lock")?, read("dev/fuzz/Cargo.lock")?);
-    for (file, text) in [&programs, &fuzzed] {
-        unfit.extend(dependencies::check_lock(file, text));
-    }
-    unfit.extend(dependencies::check_same((programs.0, &programs.1), (fuzzed.0, &fuzzed.1)));
-    Ok(unfit)
 }
 
 fn count(things: &[String], name: &str) -> String {

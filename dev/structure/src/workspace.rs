@@ -1,4 +1,4 @@
-//! The crates of the workspace, as cargo describes them.
+//! The crates of the workspace, as cargo describes them, and the lock files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -38,9 +38,6 @@ struct Metadata {
 #[derive(Deserialize)]
 struct Package {
     name: String,
-    /// The registry; `None` for a package of this repository.
-    source: Option<String>,
-    license: Option<String>,
     manifest_path: PathBuf,
     dependencies: Vec<Dependency>,
     targets: Vec<Target>,
@@ -61,7 +58,7 @@ struct Target {
 
 /// Asks cargo for the workspace.
 pub(crate) fn read() -> Result<Workspace> {
-    let metadata = ask(&["--no-deps", "--offline"])?;
+    let metadata = ask()?;
     let folder = |manifest: &Path| -> String {
         let folder = manifest.parent().unwrap_or(manifest);
         folder.strip_prefix(&metadata.workspace_root).unwrap_or(folder).display().to_string()
@@ -85,29 +82,59 @@ pub(crate) fn read() -> Result<Workspace> {
     Ok(Workspace { members, root: metadata.workspace_root })
 }
 
-/// A crate of others, and its licence: an SPDX expression.
-pub(crate) struct Licensed {
-    pub(crate) name: String,
-    pub(crate) licence: Option<String>,
-}
-
-/// The crates of others that are built on this platform. Cargo downloads what is missing.
-pub(crate) fn licences() -> Result<Vec<Licensed>> {
-    let version = Command::new("rustc").arg("-vV").output()?;
-    let version = String::from_utf8_lossy(&version.stdout).into_owned();
-    let platform = version.lines().find_map(|line| line.strip_prefix("host: ")).ok_or("rustc -vV names no host")?;
-    let packages = ask(&["--filter-platform", platform])?.packages;
-    let others = packages.into_iter().filter(|package| package.source.is_some());
-    Ok(others.map(|package| Licensed { name: package.name, licence: package.license }).collect())
-}
-
-fn ask(options: &[&str]) -> Result<Metadata> {
+fn ask() -> Result<Metadata> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(cargo).args(["metadata", "--locked", "--format-version", "1"]).args(options).output()?;
+    let output = Command::new(cargo)
+        .args(["metadata", "--locked", "--format-version", "1", "--no-deps", "--offline"])
+        .output()?;
     if !output.status.success() {
         return Err(format!("cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr)).into());
     }
     Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+/// The crates of others that `other` locks in a version that `first` has not, though it has the crate, one line each.
+/// Both are the name and the text of a lock file. A fuzz target in another workspace says something about a program
+/// only if both are built of the same code.
+pub(crate) fn differently_locked(first: (&str, &str), other: (&str, &str)) -> Vec<String> {
+    let mut versions: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+    for Locked { name, version, .. } in read_lock(first.1) {
+        versions.entry(name).or_default().insert(version);
+    }
+    let mut wrong = Vec::new();
+    for Locked { name, version, .. } in read_lock(other.1) {
+        if let Some(known) = versions.get(name)
+            && !known.contains(version)
+        {
+            let known: Vec<&str> = known.iter().copied().collect();
+            wrong.push(format!(
+                "{}: {name} is there in the version {version}, but {} has {}; change it with `cargo update --precise`",
+                other.0,
+                first.0,
+                known.join(" and ")
+            ));
+        }
+    }
+    wrong
+}
+
+/// One entry of a lock file.
+struct Locked<'a> {
+    name: &'a str,
+    version: &'a str,
+}
+
+/// The entries of a lock file. Cargo writes one field on each line.
+fn read_lock(text: &str) -> Vec<Locked<'_>> {
+    let read = |entry| {
+        let field = |name: &str| -> Option<&str> {
+            let lines = str::lines(entry);
+            let mut values = lines.filter_map(|line| line.strip_prefix(name)?.strip_prefix(" = \"")?.strip_suffix('"'));
+            values.next()
+        };
+        Some(Locked { name: field("name")?, version: field("version")? })
+    };
+    text.split("[[package]]").filter_map(read).collect()
 }
 
 /// The crates, top floor first. Each depends on crates of lower floors only, since cargo forbids cycles.
@@ -159,5 +186,24 @@ mod tests {
             };
             assert_eq!(listed, member.stands_on, "the row of {}/ in ARCHITECTURE.md", member.folder);
         }
+    }
+
+    fn locked(name: &str, version: &str) -> String {
+        format!("[[package]]\nname = \"{name}\"\nversion = \"{version}\"\ndependencies = [\n \"x\",\n]\n")
+    }
+
+    #[test]
+    fn a_crate_in_both_lock_files_has_the_same_versions() {
+        let first = locked("one", "1.9.0") + &locked("two", "0.2.0") + &locked("two", "0.3.1");
+        let check = |other: &str| differently_locked(("first", &first), ("other", other));
+        assert_eq!(check(&(locked("one", "1.9.0") + &locked("two", "0.3.1"))), Vec::<String>::new());
+        assert_eq!(check(&locked("only here", "1.0.0")), Vec::<String>::new());
+        let wrong = check(&(locked("one", "1.10.0") + &locked("two", "0.3.2")));
+        assert_eq!(wrong.len(), 2, "{wrong:?}");
+        assert!(wrong[0].starts_with("other: one is there in the version 1.10.0, but first has 1.9.0;"), "{wrong:?}");
+        assert!(
+            wrong[1].starts_with("other: two is there in the version 0.3.2, but first has 0.2.0 and 0.3.1;"),
+            "{wrong:?}"
+        );
     }
 }

@@ -10,11 +10,10 @@
 //! allocator, so it has no active defragmentation. `--defragment` builds one with assertions and its own jemalloc
 //! instead, and tries that.
 
-use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::thread;
+use std::{fs, thread};
 
 use clap::Args;
 use remora_bench::sync::Result;

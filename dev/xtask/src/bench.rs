@@ -19,7 +19,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "DIR", default_value = RUNS)]
     out: PathBuf,
 
-    /// Total minutes for the programs that can shorten their work (full_sync, sync, feel, scaling, volume). The others
+    /// Total minutes for the programs that can shorten their work (full_sync, sync, feel, volume). The others
     /// take half an hour. Without it everything is measured, which takes many hours.
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u64).range(4..=MOST_MINUTES))]
     minutes: Option<u64>,
@@ -97,19 +97,15 @@ fn build(target: &Path) -> Result<()> {
 const RUNS: &str = "bench/runs";
 
 /// Separate programs, and the parts of [`SUITE`].
-const NAMES: [&str; 13] = [
+const NAMES: [&str; 9] = [
     "read_bandwidth",
     "read_latency",
     "nbd_requests",
     "volume_requests",
     "full_sync",
-    "follow_lag",
     "messenger",
-    "devices",
     "sync",
     "feel",
-    "scaling",
-    "conversations",
     "volume",
 ];
 
@@ -117,17 +113,14 @@ const NAMES: [&str; 13] = [
 /// beside other libraries, on a busy machine, with one thing changed at a time, over shared memory, over RDMA in an
 /// emulated machine, and idle. For files of a volume: by RDMA beside TCP, in an emulated machine.
 const WORDS: [(&str, &str); 7] = [
-    (
-        "messenger",
-        "--label rivals --rounds 3 --connections 1,2,4,8,16,32,64 --rivals raw,zeromq,redis,sockperf,ucx-tcp,fi-tcp",
-    ),
+    ("messenger", "--label rivals --rounds 3 --connections 1,2,4,8,16,32,64 --rivals raw,zeromq"),
     ("messenger", "--label busy --rounds 3 --busy"),
     (
         "messenger",
         "--label varied --rounds 3 --connections 16 --depths 1,32 --request 64,4096 --rivals raw \
          --vary spin,adaptive:50,workers:2,workers:4,workers:10,pool:0,allocator:libmimalloc.so",
     ),
-    ("messenger", "--label shm --stacks shm --connections 1 --vary spin --rivals ucx-posix,fi-shm"),
+    ("messenger", "--label shm --stacks shm --connections 1 --vary spin"),
     (
         "messenger",
         "--label rdma --emulated --rounds 3 --stacks rdma --connections 1 --depths 1,32 --request 64,4096,131072 --rivals ib-send \
@@ -142,14 +135,14 @@ const WORDS: [(&str, &str); 7] = [
 ];
 
 /// Shares of a limited time.
-const SHARES: [(&str, u64); 5] = [("full_sync", 4), ("sync", 8), ("feel", 3), ("scaling", 2), ("volume", 3)];
+const SHARES: [(&str, u64); 4] = [("full_sync", 4), ("sync", 8), ("feel", 3), ("volume", 3)];
 
 /// A month. More is taken for a typing error.
 const MOST_MINUTES: u64 = 31 * 24 * 60;
 
 /// The program that prints the tables, and its parts that measure.
 const SUITE: &str = "remora-bench";
-const PARTS: [&str; 7] = ["messenger", "devices", "sync", "feel", "scaling", "conversations", "volume"];
+const PARTS: [&str; 4] = ["messenger", "sync", "feel", "volume"];
 
 #[cfg(test)]
 mod tests {
@@ -159,9 +152,9 @@ mod tests {
     fn time_is_shared_among_those_that_can_leave_things_out() {
         let all: Vec<String> = NAMES.map(str::to_owned).to_vec();
         let shares: Vec<Option<u64>> =
-            ["full_sync", "sync", "feel", "scaling", "volume", "devices"].map(|name| share(200, name, &all)).to_vec();
-        assert_eq!(shares, [Some(40), Some(80), Some(30), Some(20), Some(30), None]);
-        assert_eq!(share(10, "feel", &["feel".to_owned(), "devices".to_owned()]), Some(10));
-        assert_eq!(share(4, "scaling", &all), Some(1), "never zero, which some programs take for no limit");
+            ["full_sync", "sync", "feel", "volume", "messenger"].map(|name| share(180, name, &all)).to_vec();
+        assert_eq!(shares, [Some(40), Some(80), Some(30), Some(30), None]);
+        assert_eq!(share(10, "feel", &["feel".to_owned(), "messenger".to_owned()]), Some(10));
+        assert_eq!(share(4, "feel", &all), Some(1), "never zero, which some programs take for no limit");
     }
 }

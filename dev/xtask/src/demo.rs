@@ -22,8 +22,7 @@ use remora_bench::{Machine, Spread};
 use remora_lab::Kind;
 use serde::Serialize;
 
-use crate::show::Screen;
-use crate::table;
+use crate::show::{Screen, lay_out};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -78,7 +77,7 @@ impl Which {
 
 /// All results, as `--json` writes them.
 #[derive(Serialize)]
-struct Report {
+pub(crate) struct Report {
     machine: Machine,
     /// Which transports this machine has, or what is missing for them.
     transports: Vec<(&'static str, String)>,
@@ -215,7 +214,7 @@ impl Report {
             self.writes_per_second,
         );
         let rows: Vec<Vec<String>> = self.servers.iter().flat_map(ServerReport::rows).collect();
-        text.push_str(&table::lay_out(&HEAD, TEXT_COLUMNS, &rows));
+        text.push_str(&lay_out(&HEAD, TEXT_COLUMNS, &rows));
         text.push_str(LEGEND);
         text.push_str(
             "Transports of this machine (all agents ran on it, and read by shared memory unless the row says tcp):\n",

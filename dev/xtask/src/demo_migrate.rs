@@ -21,7 +21,7 @@ use remora_lab::server::{self, project_root};
 use remora_lab::workload::fill_every_type;
 use remora_lab::{Kind, Server};
 
-use crate::commands::{START_LIMIT, ended_within};
+use crate::process::{START_LIMIT, ended_within};
 use crate::show::Screen;
 
 /// Command-line arguments.

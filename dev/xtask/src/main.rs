@@ -26,9 +26,9 @@
 //!
 //! Nothing here is part of the product. `remora_bench` does the measuring; this crate starts it and shows the results.
 //!
-//! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs; [`table`]: the table at its end.
+//! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs, and the table at its end.
 //! - [`demo_migrate`]: the demonstration of a migration.
-//! - [`demo_volume`]: the demonstration of volumes; [`demo_files`]: of files in one; [`commands`]: `remora` in both.
+//! - [`demo_volume`]: the demonstration of volumes, and of files in one.
 //! - [`pictures`]: the pictures of the manual.
 //! - [`prove`]: proofs of mounted files, by other people's programs.
 //! - [`judge`]: other people's tests of replication, with Remora beside every server. [`chaos`]: random load and
@@ -36,10 +36,10 @@
 //! - [`test_times`]: what the tests took. [`soak`]: the long run under a script of faults.
 //! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
 //! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
-//! - [`dist`] and [`release`]: packages, and a version of the project. [`process`]: programs that these run.
+//! - [`dist`] and [`release`]: packages, and a version of the project. [`process`]: programs that all of these
+//!   run, and the table of the topology's model.
 //! - [`command_table`]: the table of commands. [`messages`]: a list of all messages.
-//! - [`scale`]: the table of the topology's model. [`net`]: a test network with hosts, servers and agents. [`stop`]:
-//!   Ctrl-C leaves nothing behind.
+//! - [`net`]: a test network with hosts, servers and agents. [`stop`]: Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
 mod asserting;
@@ -47,9 +47,7 @@ mod bench;
 mod bindings;
 mod chaos;
 mod command_table;
-mod commands;
 mod demo;
-mod demo_files;
 mod demo_migrate;
 mod demo_volume;
 mod dist;
@@ -61,11 +59,9 @@ mod pictures;
 mod process;
 mod prove;
 mod release;
-mod scale;
 mod show;
 mod soak;
 mod stop;
-mod table;
 mod test_times;
 
 use std::path::PathBuf;
@@ -83,7 +79,7 @@ struct Cli {
 }
 
 #[derive(Debug, Subcommand)]
-enum Command {
+pub(crate) enum Command {
     /// Make replicas with Remora and with the servers' own replication, and print one table.
     Demo(demo::Options),
     /// Move a server with clients to the other family and back, and draw the writes over time.
@@ -162,7 +158,7 @@ fn main() -> ExitCode {
         Command::Commands(options) => command_table::run(&options),
         Command::Messages(options) => messages::run(&options),
         Command::Bindings(options) => bindings::run(&options),
-        Command::Scale => scale::run(),
+        Command::Scale => process::print_scale(),
         Command::Rooms { ties } => remora_structure::check(ties),
         Command::Man { directory } => generate(Generated::Man { directory }),
         Command::Completions { shell } => completions(&shell),
@@ -181,7 +177,7 @@ fn completions(shell: &str) -> remora_bench::sync::Result<()> {
 }
 
 fn generate(what: Generated) -> remora_bench::sync::Result<()> {
-    remora_agent::tools::run(&GenerateArgs { what }).map_err(|failure| failure.to_string().into())
+    remora_agent::tools::generate(&GenerateArgs { what }).map_err(|failure| failure.to_string().into())
 }
 
 #[cfg(test)]

@@ -19,15 +19,13 @@
 //! Not here: what a command does. Only `SELECT`, `MULTI`, `EXEC`, the commands without an effect on data, and those
 //! that act on more than data are told apart, by the table of [`commands`](crate::commands).
 
-mod foreign;
 mod manifest;
 mod walk;
 mod watch;
 
-pub use foreign::{Foreign, Known, Unfit};
 pub use manifest::{FileKind, Manifest, ManifestError, NamedFile};
 pub use walk::{Found, KEY_BYTES_MAX, Relative, SHORT_BYTES_MAX, Verb, WalkError, Walker};
-pub use watch::{Seen, Watch};
+pub use watch::{Foreign, Known, Seen, Unfit, Watch};
 
 /// What a note begins with that says at which second the commands behind it were run.
 pub const TIME_NOTE: &[u8] = b"#TS:";

@@ -32,7 +32,6 @@
 //! connection of Valkey (`dual-channel`).
 
 pub mod client;
-mod eof_mark;
 pub mod server;
 
 /// Length of the mark that ends a payload of unknown length (`CONFIG_RUN_ID_SIZE` in the servers).

@@ -1,7 +1,7 @@
 //! A forward reader over the bytes of a snapshot that have arrived: lengths and strings in all their encodings. Not a
 //! buffer: the caller keeps the bytes and tries again with more of them.
 
-use super::{Error, lzf};
+use super::Error;
 
 /// Longest string that is read instead of skipped, in bytes: names and values of fields, keys. The longest that servers
 /// write in a field is the replid with its 40 bytes; a key may be longer, and is then not examined.
@@ -90,7 +90,7 @@ impl<'a> Input<'a> {
             return Err(malformed("a compressed string without its lengths"));
         };
         let (packed, length) = (bounded(what, packed)?, bounded(what, length)?);
-        lzf::expand(self.take(packed)?, length).ok_or_else(|| malformed("a compressed string that does not expand"))
+        expand_lzf(self.take(packed)?, length).ok_or_else(|| malformed("a compressed string that does not expand"))
     }
 
     /// The beginning of a string that is skipped: how many bytes follow.
@@ -123,4 +123,81 @@ pub(super) fn too_long(what: &'static str, size: u64, limit: usize) -> Stop {
 
 pub(super) fn malformed(what: &'static str) -> Stop {
     Stop::Broken(Error::Malformed { what })
+}
+
+// LZF, the compression of strings in a snapshot. Only the short strings of the head are expanded here: servers
+// compress a field of more than 20 bytes when that saves four, and a replid may contain repetitions.
+//
+// ```text
+//   000nnnnn  literal…            n + 1 bytes as they are
+//   lllooooo  oooooooo            l + 2 bytes from offset + 1 bytes back        (l from 1 to 6)
+//   111ooooo  llllllll  oooooooo  l + 9 bytes from offset + 1 bytes back
+// ```
+
+/// Expands `packed` to exactly `length` bytes; `None` if it has another length. The caller bounds `length`.
+pub(super) fn expand_lzf(packed: &[u8], length: usize) -> Option<Vec<u8>> {
+    let mut out: Vec<u8> = Vec::new();
+    let mut rest = packed;
+    while let Some((control, after)) = rest.split_first() {
+        let control = usize::from(*control);
+        if control < 32 {
+            let (literal, after) = after.split_at_checked(control + 1)?;
+            out.extend_from_slice(literal);
+            rest = after;
+        } else {
+            let (run, after) = run_length(control >> 5, after)?;
+            let (low, after) = after.split_first()?;
+            let back = ((control & 0x1F) << 8) + usize::from(*low) + 1;
+            copy_back(&mut out, back, run)?;
+            rest = after;
+        }
+        if out.len() > length {
+            return None;
+        }
+    }
+    (out.len() == length).then_some(out)
+}
+
+fn run_length(short: usize, after: &[u8]) -> Option<(usize, &[u8])> {
+    match short {
+        7 => after.split_first().map(|(more, after)| (usize::from(*more) + 9, after)),
+        _ => Some((short + 2, after)),
+    }
+}
+
+/// Byte by byte: a run may overlap the bytes that it writes.
+fn copy_back(out: &mut Vec<u8>, back: usize, run: usize) -> Option<()> {
+    let from = out.len().checked_sub(back)?;
+    for place in from..from + run {
+        out.push(*out.get(place)?);
+    }
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn literals_and_runs_are_expanded() {
+        assert_eq!(expand_lzf(&[2, b'a', b'b', b'c'], 3), Some(b"abc".to_vec()));
+        // "ab", then 4 bytes from 2 back: a run that overlaps itself.
+        assert_eq!(expand_lzf(&[1, b'a', b'b', 2 << 5, 1], 6), Some(b"ababab".to_vec()));
+        // "0", then 39 bytes from 1 back: how servers compress a replid of zeros.
+        assert_eq!(expand_lzf(&[0, b'0', 7 << 5, 30, 0], 40), Some(vec![b'0'; 40]));
+    }
+
+    #[test]
+    fn damage_is_refused() {
+        for (packed, length) in [
+            (&[3, b'a'][..], 4),        // a literal cut off
+            (&[1 << 5], 3),             // a run without its offset
+            (&[7 << 5, 1], 10),         // a long run without its offset
+            (&[0, b'a', 1 << 5, 1], 4), // a run from before the beginning
+            (&[1, b'a', b'b'], 3),      // shorter than promised
+            (&[1, b'a', b'b'], 1),      // longer than promised
+        ] {
+            assert_eq!(expand_lzf(packed, length), None, "{packed:?}");
+        }
+    }
 }

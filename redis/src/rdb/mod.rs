@@ -18,28 +18,24 @@
 //! - [`crc64`]: the checksum that the servers use.
 //! - [`Writer`]: small snapshots of our own: an empty data set, or a few strings for tests.
 
-mod collection;
 mod convert;
-mod crc64;
 mod grammar;
 mod head;
 mod input;
-mod lzf;
 mod packed;
-mod reader;
 mod records;
 pub mod reference;
 mod scan;
 mod writer;
 
-pub use collection::{COLLECTION_TYPES, Collection, CollectionError};
 pub use convert::{ConvertError, Converted, Converter, Format, Obstacle, Obstacles, Options, SAMPLE_KEYS};
-pub use crc64::crc64;
 pub use head::{Head, Magic};
-pub use reader::Content;
-pub use records::{RECORD_HEAD_BYTES_MAX, RECORD_KEY_BYTES_MAX, Record, Records, Usage, Value};
+pub use records::{
+    COLLECTION_TYPES, Collection, CollectionError, Content, RECORD_HEAD_BYTES_MAX, RECORD_KEY_BYTES_MAX, Record,
+    Records, Usage, Value,
+};
 pub use scan::{Found, Run, ScanError, Scanner, Text};
-pub use writer::{Writer, magic, put_length};
+pub use writer::{Writer, crc64, magic, put_length};
 
 /// Slot and number of keys that follow: a hint for cluster mode.
 pub const OPCODE_SLOT_INFO: u8 = 0xF4;

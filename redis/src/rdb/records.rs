@@ -9,10 +9,8 @@
 //! A run ends at the first record that is anything else: of another type, compressed, too long, cut off or damaged. The
 //! scanner or the server's own loader then says what it is.
 
-use super::collection::{COLLECTION_TYPES, Collection};
 use super::grammar::TYPE_STRING;
 use super::input::STRING_BYTES_MAX;
-use super::reader::{Content, Reader};
 use super::{OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE};
 
 /// Bytes that a record has at most besides its key and its value: expiry, usage, type and two lengths.
@@ -105,6 +103,360 @@ impl<'a> Iterator for Records<'a> {
         self.at = self.bytes.len() - input.rest.len();
         Some(record)
     }
+}
+
+// Reads lengths and strings of whole records in place, and copies nothing. `input` reads those of which only a part
+// may have arrived.
+
+/// A key or a string: servers write short decimal numbers in binary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Content<'a> {
+    /// The bytes.
+    Bytes(&'a [u8]),
+    /// A number, which stands for its decimal digits.
+    Number(i32),
+}
+
+/// What is left to read of records.
+pub(super) struct Reader<'a> {
+    pub(super) rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn byte(&mut self) -> Option<u8> {
+        let (first, rest) = self.rest.split_first()?;
+        self.rest = rest;
+        Some(*first)
+    }
+
+    pub(super) fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (array, rest) = self.rest.split_first_chunk()?;
+        self.rest = rest;
+        Some(*array)
+    }
+
+    /// A length where nothing else is allowed.
+    pub(super) fn number(&mut self) -> Option<u64> {
+        let first = self.byte()?;
+        self.length(first)
+    }
+
+    /// The length that begins with `first`; `None` if it is cut off, or if it is something else.
+    fn length(&mut self, first: u8) -> Option<u64> {
+        match (first >> 6, first) {
+            (0, _) => Some(u64::from(first)),
+            (1, _) => Some(u64::from(u16::from_be_bytes([first & 0x3F, self.byte()?]))),
+            (2, 0x80) => Some(u64::from(u32::from_be_bytes(self.array()?))),
+            (2, 0x81) => Some(u64::from_be_bytes(self.array()?)),
+            _ => None,
+        }
+    }
+
+    pub(super) fn take(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (bytes, rest) = self.rest.split_at_checked(count)?;
+        self.rest = rest;
+        Some(bytes)
+    }
+
+    /// A string that is neither compressed nor a number.
+    pub(super) fn bytes(&mut self) -> Option<&'a [u8]> {
+        let length = self.number()?;
+        self.take(usize::try_from(length).ok()?)
+    }
+
+    /// A string that is not compressed, of fewer than `below` bytes.
+    pub(super) fn content(&mut self, below: usize) -> Option<Content<'a>> {
+        let number = match self.byte()? {
+            0xC0 => i32::from(i8::from_le_bytes(self.array()?)),
+            0xC1 => i32::from(i16::from_le_bytes(self.array()?)),
+            0xC2 => i32::from_le_bytes(self.array()?),
+            first => {
+                let length = usize::try_from(self.length(first)?).ok().filter(|length| *length < below)?;
+                return self.take(length).map(Content::Bytes);
+            }
+        };
+        Some(Content::Number(number))
+    }
+}
+
+// Small collections: hashes, lists, sets and sorted sets as they are in a record. Where such a value ends, and whether
+// a server may be given it.
+//
+// ```text
+//   16 │ key │ bytes 4 │ entries 2 │ entry, length │ entry, length … │ FF       a hash in a listpack: one string
+//    4 │ key │ 2 │ field │ value │ field │ value                              a hash whose fields are in a table
+// ```
+//
+// A server ends if its loader meets a damaged value. So what is read from memory that may change is checked here
+// first, at least as strictly as any server checks it ([`Collection::check`]).
+
+/// Types of values, as the servers' `rdb.h` numbers them.
+const SET: u8 = 2;
+const HASH: u8 = 4;
+const SORTED_SET: u8 = 5;
+const INTSET: u8 = 11;
+const HASH_LISTPACK: u8 = 16;
+const SORTED_SET_LISTPACK: u8 = 17;
+const LIST: u8 = 18;
+const SET_LISTPACK: u8 = 20;
+
+/// The types that are read: those that today's servers write for lists, sets, hashes without expiring fields, and
+/// sorted sets.
+pub const COLLECTION_TYPES: [u8; 8] =
+    [SET, HASH, SORTED_SET, INTSET, HASH_LISTPACK, SORTED_SET_LISTPACK, LIST, SET_LISTPACK];
+
+/// A node of a list that is a listpack. The other kind is one long element.
+const PACKED_NODE: u64 = 2;
+
+/// The value of a hash, a list, a set or a sorted set, neither compressed nor long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Collection<'a> {
+    /// Its type, one of [`COLLECTION_TYPES`].
+    pub kind: u8,
+    /// What follows the key in its record.
+    pub bytes: &'a [u8],
+}
+
+/// What is wrong with a collection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the collection is damaged: {0}")]
+pub struct CollectionError(&'static str);
+
+impl<'a> Collection<'a> {
+    /// Reads a value of that type with fewer than `below` bytes. `None`: it is something else, or it is cut off.
+    pub(super) fn read(kind: u8, input: &mut Reader<'a>, below: usize) -> Option<Collection<'a>> {
+        let whole = input.rest;
+        let most = &whole[..whole.len().min(below.saturating_sub(1))];
+        let mut value = Reader { rest: most };
+        match kind {
+            INTSET | HASH_LISTPACK | SORTED_SET_LISTPACK | SET_LISTPACK => drop(value.bytes()?),
+            LIST => {
+                for _ in 0..value.number()? {
+                    value.number().filter(|node| *node == PACKED_NODE)?;
+                    value.bytes()?;
+                }
+            }
+            SET | HASH | SORTED_SET => {
+                for _ in 0..value.number()? {
+                    value.content(usize::MAX)?;
+                    match kind {
+                        HASH => drop(value.content(usize::MAX)?),
+                        SORTED_SET => drop(value.array::<8>()?),
+                        _ => {}
+                    }
+                }
+            }
+            _ => return None,
+        }
+        let (bytes, rest) = whole.split_at_checked(most.len() - value.rest.len())?;
+        input.rest = rest;
+        Some(Collection { kind, bytes })
+    }
+
+    /// Checks that every server takes the value in: its structure is whole, it is not empty, nothing is in it twice,
+    /// and scores are numbers.
+    ///
+    /// # Errors
+    /// [`CollectionError`].
+    pub fn check(&self) -> Result<(), CollectionError> {
+        let mut input = Reader { rest: self.bytes };
+        let cut_off = CollectionError("it is cut off");
+        let mut blob = || input.bytes().ok_or(cut_off);
+        match self.kind {
+            INTSET => check_intset(blob()?),
+            SET_LISTPACK => check_unique(elements(blob()?)?),
+            HASH_LISTPACK => check_unique(pairs(&elements(blob()?)?)?.map(|(field, _)| *field).collect()),
+            SORTED_SET_LISTPACK => {
+                let elements = elements(blob()?)?;
+                if pairs(&elements)?.any(|(_, score)| score.is_not_a_number()) {
+                    return Err(CollectionError("a score is not a number"));
+                }
+                check_unique(pairs(&elements)?.map(|(member, _)| *member).collect())
+            }
+            LIST => {
+                let mut count = input.number().ok_or(cut_off)?;
+                let mut empty = true;
+                while count > 0 {
+                    input.number().ok_or(cut_off)?;
+                    empty &= elements(input.bytes().ok_or(cut_off)?)?.is_empty();
+                    count -= 1;
+                }
+                if empty { Err(CollectionError("it is empty")) } else { Ok(()) }
+            }
+            SET | HASH | SORTED_SET => self.check_table(&mut input).unwrap_or(Err(cut_off)),
+            _ => Err(CollectionError("its type is not known")),
+        }
+    }
+
+    /// `None`: it is cut off.
+    fn check_table(&self, input: &mut Reader<'a>) -> Option<Result<(), CollectionError>> {
+        let mut names = Vec::new();
+        for _ in 0..input.number()? {
+            names.push(Element::of(input.content(usize::MAX)?));
+            match self.kind {
+                HASH => drop(input.content(usize::MAX)?),
+                SORTED_SET if f64::from_le_bytes(input.array()?).is_nan() => {
+                    return Some(Err(CollectionError("a score is not a number")));
+                }
+                _ => {}
+            }
+        }
+        Some(check_unique(names))
+    }
+}
+
+/// An element, in the one form that equal elements have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Element<'a> {
+    Number(i64),
+    Bytes(&'a [u8]),
+}
+
+impl<'a> Element<'a> {
+    fn of(content: Content<'a>) -> Element<'a> {
+        match content {
+            Content::Number(number) => Element::Number(number.into()),
+            Content::Bytes(bytes) => Element::of_bytes(bytes),
+        }
+    }
+
+    /// Digits that stand for a number, as servers write them, are the number.
+    fn of_bytes(bytes: &'a [u8]) -> Element<'a> {
+        let digits = bytes.strip_prefix(b"-").unwrap_or(bytes);
+        let canonical = match digits {
+            [b'0'] => bytes.len() == 1,
+            [b'1'..=b'9', ..] => bytes.len() <= NUMBER_BYTES_MAX,
+            _ => false,
+        };
+        let text = if canonical { std::str::from_utf8(bytes).ok() } else { None };
+        let number = text.and_then(|text| text.parse().ok());
+        number.map_or(Element::Bytes(bytes), Element::Number)
+    }
+
+    /// Servers read a score by the C library, which takes more spellings than this for "not a number", all of which
+    /// begin so.
+    fn is_not_a_number(&self) -> bool {
+        let Element::Bytes(bytes) = self else { return false };
+        let text = bytes.trim_ascii_start();
+        let text = text.strip_prefix(b"-").or_else(|| text.strip_prefix(b"+")).unwrap_or(text);
+        // The C library also skips a vertical tab.
+        text.first().is_none_or(|first| matches!(first, b'n' | b'N' | 0x0B))
+    }
+}
+
+/// Digits and sign of the longest number of 64 bits.
+const NUMBER_BYTES_MAX: usize = 20;
+
+/// The pairs of a hash or a sorted set.
+fn pairs<'e, 'a>(
+    elements: &'e [Element<'a>],
+) -> Result<impl Iterator<Item = (&'e Element<'a>, &'e Element<'a>)>, CollectionError> {
+    let (pairs, rest) = elements.as_chunks::<2>();
+    if rest.is_empty() {
+        Ok(pairs.iter().map(|[one, other]| (one, other)))
+    } else {
+        Err(CollectionError("half a pair"))
+    }
+}
+
+/// There is an element, and none twice.
+fn check_unique(mut elements: Vec<Element<'_>>) -> Result<(), CollectionError> {
+    let twice = if elements.len() <= COMPARED_EACH_MAX {
+        elements.iter().enumerate().any(|(at, element)| elements.get(..at).unwrap_or_default().contains(element))
+    } else {
+        elements.sort_unstable();
+        elements.windows(2).any(|pair| pair.first() == pair.last())
+    };
+    match (elements.is_empty(), twice) {
+        (true, _) => Err(CollectionError("it is empty")),
+        (_, true) => Err(CollectionError("an element is in it twice")),
+        _ => Ok(()),
+    }
+}
+
+/// Up to this many elements, comparing each with each costs less than sorting them.
+const COMPARED_EACH_MAX: usize = 16;
+
+/// An intset: bytes of a number, how many there are, and the numbers in ascending order.
+fn check_intset(bytes: &[u8]) -> Result<(), CollectionError> {
+    let mut input = Reader { rest: bytes };
+    let head = (input.array().map(u32::from_le_bytes), input.array().map(u32::from_le_bytes));
+    let (Some(width @ (2 | 4 | 8)), Some(count)) = head else { return Err(CollectionError("the head of its intset")) };
+    let (width, count) = (width as usize, count as usize);
+    if count == 0 || width.checked_mul(count) != Some(input.rest.len()) {
+        return Err(CollectionError("the length of its intset"));
+    }
+    let number = |bytes: &[u8]| {
+        // The sign of the highest byte fills the rest.
+        let negative = bytes.last().is_some_and(|high| *high >= 0x80);
+        let mut number = [if negative { 0xFF } else { 0 }; 8];
+        number.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
+        i64::from_le_bytes(number)
+    };
+    if input.rest.chunks_exact(width).map(number).is_sorted_by(|one, other| one < other) {
+        Ok(())
+    } else {
+        Err(CollectionError("the order of its intset"))
+    }
+}
+
+/// The elements of a listpack: its bytes, the number of its entries, entries, and an end mark.
+fn elements(listpack: &[u8]) -> Result<Vec<Element<'_>>, CollectionError> {
+    let error = CollectionError("its listpack");
+    let mut input = Reader { rest: listpack };
+    let bytes = input.array().map(u32::from_le_bytes).ok_or(error)?;
+    let count = input.array().map(u16::from_le_bytes).ok_or(error)?;
+    if bytes as usize != listpack.len() {
+        return Err(error);
+    }
+    // An entry has at least two bytes.
+    let mut elements = Vec::with_capacity(usize::from(count).min(listpack.len() / 2));
+    while input.rest.len() > 1 {
+        elements.push(entry(&mut input).ok_or(error)?);
+    }
+    // Many entries are not counted by the head.
+    let counted = count == u16::MAX || elements.len() == usize::from(count);
+    if input.rest == [LISTPACK_END] && counted { Ok(elements) } else { Err(error) }
+}
+
+const LISTPACK_END: u8 = 0xFF;
+
+/// One entry of a listpack, with its length behind it, by which servers go backwards.
+fn entry<'a>(input: &mut Reader<'a>) -> Option<Element<'a>> {
+    let before = input.rest.len();
+    let first = input.byte()?;
+    let element = match first {
+        0..0x80 => Element::Number(first.into()),
+        0x80..0xC0 => Element::of_bytes(input.take(usize::from(first & 0x3F))?),
+        0xC0..0xE0 => {
+            let number = i64::from(u16::from_be_bytes([first & 0x1F, input.byte()?]));
+            Element::Number(if number >= 1 << 12 { number - (1 << 13) } else { number })
+        }
+        0xE0..0xF0 => {
+            let length = u16::from_be_bytes([first & 0x0F, input.byte()?]);
+            Element::of_bytes(input.take(length.into())?)
+        }
+        0xF0 => {
+            let length = u32::from_le_bytes(input.array()?);
+            Element::of_bytes(input.take(length as usize)?)
+        }
+        0xF1 => Element::Number(i16::from_le_bytes(input.array()?).into()),
+        0xF2 => {
+            let [low, middle, high] = input.array()?;
+            Element::Number((i32::from_le_bytes([0, low, middle, high]) >> 8).into())
+        }
+        0xF3 => Element::Number(i32::from_le_bytes(input.array()?).into()),
+        0xF4 => Element::Number(i64::from_le_bytes(input.array()?)),
+        _ => return None,
+    };
+    let length = before - input.rest.len();
+    let back = match length {
+        0..=0x7F => input.byte().map(usize::from),
+        // From here on servers differ, and no small collection has such an entry.
+        0x3FFF.. => None,
+        _ => input.array().map(|[high, low]| (usize::from(high) << 7) | usize::from(low & 0x7F)),
+    };
+    back.filter(|back| *back == length).map(|_| element)
 }
 
 #[cfg(test)]
@@ -202,6 +554,157 @@ mod tests {
             let mut records = Records::new(&bytes, 100);
             records.by_ref().for_each(drop);
             prop_assert!(records.taken() <= bytes.len());
+        }
+    }
+
+    fn listpack(entries: &[&[u8]]) -> Vec<u8> {
+        let mut bytes = vec![0; 6];
+        for entry in entries {
+            bytes.extend_from_slice(entry);
+            if entry.len() > 127 {
+                bytes.extend([(entry.len() >> 7) as u8, 0x80 | (entry.len() & 0x7F) as u8]);
+            } else {
+                bytes.push(entry.len() as u8);
+            }
+        }
+        bytes.push(0xFF);
+        let length = bytes.len() as u32;
+        bytes[..4].copy_from_slice(&length.to_le_bytes());
+        bytes[4..6].copy_from_slice(&(entries.len() as u16).to_le_bytes());
+        bytes
+    }
+
+    fn with_length(bytes: &[u8]) -> Vec<u8> {
+        let mut string = Vec::new();
+        super::super::put_length(&mut string, bytes.len() as u64);
+        [&string, bytes].concat()
+    }
+
+    fn check(kind: u8, bytes: &[u8]) -> Result<(), &'static str> {
+        let mut input = Reader { rest: bytes };
+        let collection = Collection::read(kind, &mut input, 4096).expect("a collection of that type");
+        assert_eq!((collection.bytes, input.rest), (bytes, &b""[..]));
+        collection.check().map_err(|error| error.0)
+    }
+
+    /// What a server's own `DUMP` says of `HSET h f v n 12 big 123456789012 text <200 letters>`, in short.
+    #[test]
+    fn collections_as_servers_write_them_are_taken() {
+        let long = [&[0xE0, 200][..], &[b'l'; 200]].concat();
+        let entries =
+            [&b"\x81f"[..], b"\x81v", b"\x81n", &[12], b"\x83big", b"\xF4\x14\x1A\x99\xBE\x1C\0\0\0", &long, &[1]];
+        for kind in [HASH_LISTPACK, SET_LISTPACK] {
+            assert_eq!(check(kind, &with_length(&listpack(&entries))), Ok(()), "{kind}");
+        }
+        let scores = [&b"\x81a"[..], b"\x831.5", b"\x81b", b"\x83inf", b"\x81c", b"\x84-inf", b"\x81d", b"\xDF\xFF"];
+        assert_eq!(check(SORTED_SET_LISTPACK, &with_length(&listpack(&scores))), Ok(()));
+        let node = with_length(&listpack(&[b"\x81a", b"\x81a"]));
+        assert_eq!(check(LIST, &[&b"\x02"[..], b"\x02", &node, b"\x02", &node].concat()), Ok(()));
+        assert_eq!(check(INTSET, &with_length(b"\x02\0\0\0\x03\0\0\0\xFE\xFF\x01\0\x02\0")), Ok(()));
+        assert_eq!(check(SET, b"\x03\x01a\xC0\x05\x01b"), Ok(()));
+        assert_eq!(check(HASH, b"\x02\x01a\xC0\x05\x01b\x01a"), Ok(()));
+        assert_eq!(check(SORTED_SET, &[b"\x01\x01m", &1.5_f64.to_le_bytes()[..]].concat()), Ok(()));
+    }
+
+    #[test]
+    fn damage_that_ends_a_server_is_found() {
+        let whole = listpack(&[b"\x81a", b"\x81b", b"\x81c", b"\x81d"]);
+        let changed = |at: usize, to: u8| {
+            let mut bytes = whole.clone();
+            bytes[at] = to;
+            with_length(&bytes)
+        };
+        // Length, number of entries, the head of an entry, the length behind it, the end mark.
+        for (at, to) in [(0, 20), (4, 5), (6, 0xF5), (6, 0xBF), (8, 3), (whole.len() - 1, 0)] {
+            for kind in [HASH_LISTPACK, SET_LISTPACK, SORTED_SET_LISTPACK] {
+                assert_eq!(check(kind, &changed(at, to)), Err("its listpack"), "{at} {to}");
+            }
+            let list = [&b"\x01\x02"[..], &changed(at, to)].concat();
+            assert_eq!(check(LIST, &list), Err("its listpack"), "{at} {to}");
+        }
+        let twice = with_length(&listpack(&[b"\x81a", b"\x81b", b"\x81a", b"\x81d"]));
+        // A number in binary, and its digits.
+        let hidden = with_length(&listpack(&[&[7], b"\x81b", b"\x817", b"\x81d"]));
+        for bytes in [twice, hidden] {
+            for kind in [HASH_LISTPACK, SET_LISTPACK, SORTED_SET_LISTPACK] {
+                assert_eq!(check(kind, &bytes), Err("an element is in it twice"));
+            }
+        }
+        let many: Vec<Vec<u8>> = (0..40_u8).map(|number| vec![number % 39]).collect();
+        let many: Vec<&[u8]> = many.iter().map(Vec::as_slice).collect();
+        assert_eq!(check(SET_LISTPACK, &with_length(&listpack(&many))), Err("an element is in it twice"));
+        assert_eq!(check(HASH_LISTPACK, &with_length(&listpack(&[b"\x81a"]))), Err("half a pair"));
+        for score in [&b"\x83nan"[..], b"\x84-NaN", b"\x85 +nan", b"\x80"] {
+            let bytes = with_length(&listpack(&[b"\x81a", score]));
+            assert_eq!(check(SORTED_SET_LISTPACK, &bytes), Err("a score is not a number"));
+        }
+        for (bytes, why) in [
+            (&b"\x03\0\0\0\x01\0\0\0\x01\0\0"[..], "the head of its intset"),
+            (b"\x02\0\0\0\x02\0\0\0\x01\0", "the length of its intset"),
+            (b"\x02\0\0\0\0\0\0\0", "the length of its intset"),
+            (b"\x02\0\0\0\x02\0\0\0\x01\0\x01\0", "the order of its intset"),
+            (b"\x02\0\0\0\x02\0\0\0\x01\0\xFF\xFF", "the order of its intset"),
+        ] {
+            assert_eq!(check(INTSET, &with_length(bytes)), Err(why));
+        }
+        assert_eq!(check(SET, b"\x02\x015\xC0\x05"), Err("an element is in it twice"));
+        assert_eq!(check(HASH, b"\x02\x01a\x01b\x01a\x01c"), Err("an element is in it twice"));
+        assert_eq!(
+            check(SORTED_SET, &[b"\x01\x01m", &f64::NAN.to_le_bytes()[..]].concat()),
+            Err("a score is not a number")
+        );
+        for (kind, bytes) in [
+            (SET, &b"\0"[..]),
+            (HASH, b"\0"),
+            (SORTED_SET, b"\0"),
+            (LIST, b"\0"),
+            (LIST, b"\x01\x02\x07\x07\0\0\0\0\0\xFF"),
+            (SET_LISTPACK, b"\x07\x07\0\0\0\0\0\xFF"),
+        ] {
+            assert_eq!(check(kind, bytes), Err("it is empty"), "{kind}");
+        }
+    }
+
+    #[test]
+    fn what_is_long_or_compressed_is_left_to_the_server() {
+        let read = |kind, bytes: &[u8], below| Collection::read(kind, &mut Reader { rest: bytes }, below).is_some();
+        let small = with_length(&listpack(&[b"\x81a", b"\x81b"]));
+        assert!(read(HASH_LISTPACK, &small, small.len() + 1));
+        assert!(!read(HASH_LISTPACK, &small, small.len()));
+        assert!(!read(HASH_LISTPACK, b"\xC3\x05\x28\x000\xE0\x1E\x00", 100), "compressed");
+        assert!(!read(LIST, &[&b"\x01\x01"[..], &small].concat(), 100), "one long element");
+        assert!(!read(SET, b"\x81\xFF\xFF\xFF\xFF\xFF\xFF\xFF\xFF\x01a", 100), "more than there is");
+        assert!(!read(22, &small, 100), "a type that only one family has");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_checked_without_a_panic(kind in 0..COLLECTION_TYPES.len(), bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let kind = COLLECTION_TYPES[kind];
+            let _ = Collection { kind, bytes: &bytes }.check();
+            for bytes in [bytes.clone(), with_length(&bytes), with_length(&listpack(&[&bytes]))] {
+                if let Some(collection) = Collection::read(kind, &mut Reader { rest: &bytes }, 150) {
+                    prop_assert!(collection.bytes.len() < 150);
+                    let _ = collection.check();
+                }
+            }
+        }
+
+        /// A byte of a listpack that changes is found, or is a part of an element.
+        #[test]
+        fn a_changed_listpack_is_found_or_has_as_many_elements(
+            entries in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..60), 1..20),
+            at in any::<prop::sample::Index>(),
+            to in any::<u8>(),
+        ) {
+            let entries: Vec<Vec<u8>> = entries.iter().map(|entry| [&[0x80 | entry.len() as u8], &entry[..]].concat()).collect();
+            let mut bytes = listpack(&entries.iter().map(Vec::as_slice).collect::<Vec<_>>());
+            prop_assert_eq!(elements(&bytes).map(|elements| elements.len()), Ok(entries.len()));
+            let at = at.index(bytes.len());
+            bytes[at] = to;
+            if let Ok(found) = elements(&bytes) {
+                prop_assert!(found.len() == entries.len() || (4..6).contains(&at));
+            }
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Real threads on real shared memory: a writer that overwrites as fast as it can, and readers in place.
 
+// Stands alone: it races real threads; its sisters play operations one after the other.
+
 use std::{
     sync::{
         Arc,

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use clap::{Parser, ValueEnum};
 use remora_bench::suite::ServerChoice;
 use remora_bench::sync::{Compare, Content, Method, Outcome, Program, Result, Scene, Shape, Trial};
-use remora_bench::{Goal, Run, Sample, Spread};
+use remora_bench::{Goal, Run, Sample, Spread, Target};
 use remora_lab::process::Process;
 use remora_lab::workload::{self, Workload};
 use remora_lab::{Client, Kind, Server};
@@ -218,12 +218,7 @@ fn judge(kind: Kind, run: &mut Run) {
         let Some((_, most)) = PROMISES.iter().find(|(what, _)| case.ends_with(what)) else { continue };
         let of_case = run.samples.iter().filter(|sample| sample.subject == subject && sample.case == *case);
         let worst = of_case.map(|sample| sample.value).fold(f64::NEG_INFINITY, f64::max);
-        let goal = Goal {
-            what: format!("{subject}, {case}"),
-            at_least: None,
-            at_most: Some(*most),
-            value: Spread::of([worst]),
-        };
+        let goal = Goal { what: format!("{subject}, {case}"), target: Target::most(*most), value: Spread::of([worst]) };
         run.goals.push(goal);
     }
 }

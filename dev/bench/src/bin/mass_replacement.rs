@@ -96,7 +96,7 @@ fn measure(options: &Options, program: &Program, kind: Kind, run: &mut Run) -> R
         let most = run.samples.iter().filter(|sample| sample.subject == ours.name() && sample.case == forks);
         let value = remora_bench::Spread::of(most.map(|sample| sample.value));
         let what = format!("{}, {forks}", ours.name());
-        run.goals.push(remora_bench::Goal { what, at_least: None, at_most: Some(1.0), value });
+        run.goals.push(remora_bench::Goal { what, target: remora_bench::Target::most(1.0), value });
     }
     Ok(())
 }

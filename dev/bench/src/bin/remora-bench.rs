@@ -7,11 +7,13 @@
 //! cargo run --release -p remora-bench --bin remora-bench -- report
 //! ```
 
+// Stands alone: a program's command line.
+
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use remora_bench::messenger;
-use remora_bench::suite::{conversations, devices, feel, report, scaling, syncs, volume};
+use remora_bench::suite::{feel, report, syncs, volume};
 use remora_bench::sync::Result;
 
 /// Measures, keeps and prints the tables of the benchmarks page.
@@ -24,37 +26,28 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Measure disk, networks and fabric.
-    Devices(devices::Options),
     /// Measure N replicas by every method over every network.
     Sync(syncs::Options),
     /// Measure what the primary's clients notice.
     Feel(feel::Options),
-    /// Measure the cost against the size of the data set, and of its values.
-    Scaling(scaling::Options),
-    /// Measure what many control conversations cost a source.
-    Conversations(conversations::Options),
     /// Measure requests per second and latency of the messenger and its rivals.
-    Messenger(Box<messenger::options::Options>),
+    Messenger(Box<messenger::Options>),
     /// Measure files of a mounted volume with three copies, and of its rivals. Needs root.
     Volume(Box<volume::Options>),
     /// Mount files in this process's memory: the floor of `volume`.
     #[command(hide = true)]
-    MemoryFiles(volume::memory_files::Options),
+    MemoryFiles(volume::MemoryOptions),
     /// Write tables and plots from kept runs into docs/benchmarks.md.
     Report(report::Options),
 }
 
 fn main() -> Result<ExitCode> {
     let is_well = match Cli::parse().command {
-        Command::Devices(options) => devices::run(&options),
         Command::Sync(options) => syncs::run(&options),
         Command::Feel(options) => feel::run(&options),
-        Command::Scaling(options) => scaling::run(&options),
-        Command::Conversations(options) => conversations::run(&options),
         Command::Messenger(options) => messenger::rate::run(&options),
         Command::Volume(options) => volume::run(&options),
-        Command::MemoryFiles(options) => volume::memory_files::run(&options),
+        Command::MemoryFiles(options) => volume::serve_memory(&options),
         Command::Report(options) => report::run(&options),
     }?;
     Ok(if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE })

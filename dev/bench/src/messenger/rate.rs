@@ -5,17 +5,16 @@
 //! whose processor time is counted separately.
 
 use std::fmt::Write as _;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use remora_lab::RdmaVm;
-use serde::Deserialize;
 
-use super::options::{self, Options, Subject};
-use super::{BULK_BYTES, Case, Figure, Outcome, goals, ours, plots, raw, server::Server, tools, zeromq::ZeroMq};
+use super::ours::Server;
+use super::rivals::ZeroMq;
+use super::{BULK_BYTES, Case, Figure, MILLIS, Options, Outcome, Place, Subject, ours, rivals};
 use crate::suite::kept;
 use crate::sync::Result;
-use crate::{Run, Sample, Spread, cpu};
+use crate::{Goal, Run, Sample, Spread, Target, cpu};
 
 /// Runs the subcommand.
 ///
@@ -27,9 +26,6 @@ pub fn run(options: &Options) -> Result<bool> {
     }
     if let Some(place) = &options.serve {
         return serve(place, options).map(|()| true);
-    }
-    if let Some(folder) = &options.draw {
-        return draw(folder).map(|()| true);
     }
     if options.emulated {
         return emulated(options);
@@ -45,14 +41,14 @@ pub fn run(options: &Options) -> Result<bool> {
 
 fn be_the_server(what: &str, options: &Options) -> Result<()> {
     match what {
-        "raw" => raw::serve(options.request[0], options.reply)?,
+        "raw" => rivals::serve_raw(options.request[0], options.reply)?,
         address => ours::serve(&address.parse()?, options.reply, &options.manner_of_server())?,
     }
     Ok(())
 }
 
 /// Runs the server alone: prints its address on a line, and answers until its time is over or a signal ends it.
-fn serve(place: &options::Place, options: &Options) -> Result<()> {
+fn serve(place: &Place, options: &Options) -> Result<()> {
     let (_messenger, address) = ours::listen(&place.0, options.reply, &options.manner_of_server())?;
     println!("{address}");
     let Some(millis) = options.millis else {
@@ -67,24 +63,6 @@ fn serve(place: &options::Place, options: &Options) -> Result<()> {
     }
     println!("{:.2} s of processor time", cpu::of_self()?.as_secs_f64());
     Ok(())
-}
-
-/// Draws the plots of a kept run again.
-fn draw(folder: &Path) -> Result<()> {
-    let file = folder.join("run.json");
-    let failed = |error: &dyn std::fmt::Display| format!("could not read {}: {error}", file.display());
-    let text = std::fs::read(&file).map_err(|error| failed(&error))?;
-    let kept: Kept = serde_json::from_slice(&text).map_err(|error| failed(&error))?;
-    for drawn in plots::draw(&points(&kept.figures), folder)? {
-        println!("{}", drawn.display());
-    }
-    Ok(())
-}
-
-/// The parts of a kept run that are drawn.
-#[derive(Deserialize)]
-struct Kept {
-    figures: Vec<Figure>,
 }
 
 fn tell_idle(connections: usize, options: &Options) -> Result<bool> {
@@ -105,7 +83,7 @@ fn tell_idle(connections: usize, options: &Options) -> Result<bool> {
             });
         }
     }
-    goals::judge_idle(&mut run, connections);
+    judge_idle(&mut run, connections);
     run.finish(options.out.as_deref(), options.json.as_deref())?;
     Ok(run.keeps_promises())
 }
@@ -209,7 +187,7 @@ impl Bench {
         match rival {
             "raw" => {
                 let mut server = server_of(&self.options, "raw", case)?;
-                Ok(Some(raw::measure(&mut server, case, self.time())?))
+                Ok(Some(rivals::measure_raw(&mut server, case, self.time())?))
             }
             _ => {
                 let outcome = self.measure_tool(rival, case)?;
@@ -226,27 +204,18 @@ impl Bench {
     /// Measures another program as rival: `None` if it does not support such cases, an inner error if it is not
     /// installed.
     fn measure_tool(&mut self, rival: &str, case: &Case) -> Result<std::result::Result<Option<Outcome>, String>> {
-        let is_ping_pong = (case.connections, case.depth) == (1, 1) && case.request <= PING_PONG_BYTES;
         let time = self.time();
         let outcome = match rival {
             // A stream without replies: a rival for bulk only.
             "iperf3" if case.request < BULK_BYTES => return Ok(Ok(None)),
-            "iperf3" => tools::iperf3(case, time)?,
-            "redis" if case.request >= BULK_BYTES => return Ok(Ok(None)),
-            "redis" => tools::redis(case, time)?,
+            "iperf3" => rivals::iperf3(case, time)?,
             "zeromq" => {
                 if self.zeromq.is_none() {
                     self.zeromq = ZeroMq::build()?;
                 }
                 self.zeromq.as_ref().map(|zeromq| zeromq.measure(case, time)).transpose()?
             }
-            "ib-send" => Some(tools::perftest(case, &self.options.ends)?),
-            "sockperf" | "ucx-tcp" | "ucx-posix" | "fi-tcp" | "fi-shm" if !is_ping_pong => return Ok(Ok(None)),
-            "sockperf" => tools::sockperf(case, time)?,
-            "ucx-tcp" => tools::ucx(case, "tcp")?,
-            "ucx-posix" => tools::ucx(case, "posix")?,
-            "fi-tcp" => tools::fabric(case, "tcp;ofi_rxm")?,
-            "fi-shm" => tools::fabric(case, "shm")?,
+            "ib-send" => Some(rivals::perftest(case, &self.options.ends)?),
             unknown => return Err(format!("{unknown}: unknown rival; --help lists them").into()),
         };
         let missing = || format!("{rival} is not installed: no figures of it");
@@ -254,7 +223,7 @@ impl Bench {
     }
 
     fn time(&self) -> Duration {
-        Duration::from_millis(self.options.millis.unwrap_or(options::MILLIS))
+        Duration::from_millis(self.options.millis.unwrap_or(MILLIS))
     }
 
     fn note(&mut self, subject: &str, case: &Case, round: usize, outcome: Outcome) {
@@ -271,7 +240,7 @@ impl Bench {
     }
 
     fn finish(mut self) -> Result<bool> {
-        goals::judge(&mut self.run, &self.figures, &self.options);
+        judge(&mut self.run, &self.figures, &self.options);
         let summary = self.summary();
         print!("{summary}");
         let json = serde_json::to_string_pretty(&serde_json::json!({ "run": self.run, "figures": self.figures }))?;
@@ -282,7 +251,6 @@ impl Bench {
             let files = [("raw.csv", self.raw()), ("summary.md", summary), ("run.json", json)];
             let kept = self.run.keep_files(folder, &files)?;
             println!("\nkept in {}", kept.display());
-            plots::draw(&points(&self.figures), &kept)?;
         }
         Ok(self.run.keeps_promises())
     }
@@ -338,17 +306,6 @@ impl Bench {
     }
 }
 
-/// Medians for the plots.
-fn points(figures: &[Figure]) -> Vec<plots::Point> {
-    let point = |(case, subject): (Case, &str)| {
-        let of_cell = || figures.iter().filter(move |figure| figure.case == case && figure.subject == subject);
-        let rate = Spread::of(of_cell().map(|figure| figure.outcome.rate()))?.median;
-        let p50 = Spread::of(of_cell().map(|figure| figure.outcome.latency[1]))?.median;
-        Some(plots::Point { subject: subject.to_owned(), case, rate, p50 })
-    };
-    cells(figures).into_iter().filter_map(point).collect()
-}
-
 /// Cases and subjects, in the order in which they were first measured.
 fn cells(figures: &[Figure]) -> Vec<(Case, &str)> {
     let mut cells: Vec<(Case, &str)> = Vec::new();
@@ -382,5 +339,247 @@ const PROGRAM: &str = "bench_messenger";
 /// Time limit for booting an emulated machine and measuring in it.
 const EMULATED_TIME: Duration = Duration::from_secs(600);
 
-/// Longer messages are not measured as ping-pong.
-const PING_PONG_BYTES: usize = 4096;
+// The goals of docs/messenger.md, and whether a run reaches them.
+//
+// Goals are for quiet machines and default options. A goal is judged in each run that has its case; a run without it
+// does not miss it.
+
+/// Compares ours with each rival and with itself, and judges the figures that have a goal of their own.
+pub(super) fn judge(run: &mut Run, figures: &[Figure], options: &Options) {
+    let is_plain = !options.busy && options.workers == 1;
+    for case in options.cases() {
+        compare(run, &case, options, is_plain);
+    }
+    run.comparisons.retain(|comparison| comparison.ratio.is_some() || comparison.target.is_some());
+    if is_plain {
+        run.goals = goals(figures);
+    }
+}
+
+/// Judges the memory of both ends together.
+fn judge_idle(run: &mut Run, connections: usize) {
+    let rounds = run.samples.iter().map(|sample| sample.round + 1).max().unwrap_or(0);
+    let of = |round| run.samples.iter().filter(move |sample| sample.round == round).map(|sample| sample.value).sum();
+    if connections >= IDLE_CONNECTIONS {
+        run.goals.push(Goal {
+            what: format!("{connections} idle connections, both ends, MiB"),
+            target: Target::most(IDLE_MIB),
+            value: Spread::of((0..rounds).map(of)),
+        });
+    }
+}
+
+fn compare(run: &mut Run, case: &Case, options: &Options, is_plain: bool) {
+    let name = case.to_string();
+    let promised = |rival: &str| {
+        let found = RATIOS.iter().find(|(request, connections, depth, beside, _)| {
+            (*request, *connections, *depth, *beside) == (case.request, case.connections, case.depth, rival)
+        });
+        // Beside rivals that were requested.
+        let is_asked = options.rivals.iter().any(|asked| asked == rival);
+        found.map(|(.., ratio)| *ratio).filter(|_| is_plain && is_asked)
+    };
+    let (raw, iperf3, zeromq) = (promised("raw"), promised("iperf3"), promised("zeromq"));
+    for stack in &options.stacks {
+        let ours = format!("ours, {stack}");
+        let is_tcp = |least: Option<f64>| least.filter(|_| stack == "tcp");
+        run.compare((&ours, &name), ("raw", &name), is_tcp(raw));
+        run.compare((&ours, &name), ("zeromq", &name), is_tcp(zeromq));
+        run.compare((&ours, &name), ("ib-send", &name), None);
+        for what in &options.vary {
+            run.compare((&format!("{ours}, {what}"), &name), (&ours, &name), None);
+        }
+        if case.request >= BULK_BYTES {
+            run.compare((&ours, &name), ("iperf3", &name), is_tcp(iperf3));
+        }
+        let few = Case { connections: FEW, ..*case };
+        if (case.request, case.connections, case.depth) == (SMALL, MANY, 1) && options.cases().contains(&few) {
+            let least = is_tcp(Some(MANY_LEAST)).filter(|_| is_plain);
+            run.compare((&ours, &name), (&ours, &few.to_string()), least);
+        }
+    }
+}
+
+/// The goals of which there are figures.
+fn goals(figures: &[Figure]) -> Vec<Goal> {
+    let goal = |figure: &Absolute| {
+        let of = figures.iter().filter(|measured| {
+            let Case { connections, depth, request, .. } = measured.case;
+            measured.subject == figure.subject && (request, connections, depth) == figure.case
+        });
+        let value = Spread::of(of.map(|measured| (figure.value)(&measured.outcome)))?;
+        let (request, connections, depth) = figure.case;
+        let case = Case { connections, depth, request, reply: 0 };
+        Some(Goal {
+            what: format!("{}, {case}: {}", figure.subject, figure.what),
+            target: figure.target,
+            value: Some(value),
+        })
+    };
+    ABSOLUTE.iter().filter_map(goal).collect()
+}
+
+/// A goal for a figure itself.
+struct Absolute {
+    subject: &'static str,
+    /// Request bytes, connections, depth.
+    case: (usize, usize, usize),
+    what: &'static str,
+    value: fn(&Outcome) -> f64,
+    target: Target,
+}
+
+/// Figures that have a goal of their own.
+const ABSOLUTE: [Absolute; 4] = [
+    Absolute {
+        subject: "ours, tcp",
+        case: (4096, 16, 32),
+        what: "thousand requests/s",
+        value: |outcome| outcome.rate() / 1e3,
+        target: Target::least(600.0),
+    },
+    Absolute {
+        subject: "ours, tcp",
+        case: (4096, 16, 32),
+        what: "processor µs of both ends for each request",
+        value: |outcome| outcome.cpu_per_request().iter().sum(),
+        target: Target::most(3.0),
+    },
+    Absolute {
+        subject: "ours, shm, spin",
+        case: (SMALL, 1, 1),
+        what: "median time of a request, µs",
+        value: |outcome| outcome.latency[1],
+        target: Target::most(1.5),
+    },
+    Absolute {
+        subject: "ours, shm",
+        case: (SMALL, 1, 1),
+        what: "median time of a request, µs",
+        value: |outcome| outcome.latency[1],
+        target: Target::most(10.0),
+    },
+];
+
+/// Goals beside a rival: request bytes, connections, depth, the rival, and the least ratio of the rates.
+const RATIOS: [(usize, usize, usize, &str, f64); 8] = [
+    (SMALL, 1, 1, "zeromq", 2.5),
+    (SMALL, 1, 1, "raw", 0.75),
+    (SMALL, 16, 1, "raw", 0.75),
+    (4096, 16, 32, "raw", 0.5),
+    (131_072, 1, 32, "iperf3", 0.85),
+    (131_072, 16, 32, "iperf3", 0.85),
+    (1 << 20, 1, 32, "iperf3", 0.85),
+    (1 << 20, 16, 32, "iperf3", 0.85),
+];
+
+/// Bytes of a small request.
+const SMALL: usize = 64;
+
+/// Many connections must reach this share of the rate of a few.
+const MANY: usize = 64;
+const FEW: usize = 16;
+const MANY_LEAST: f64 = 0.95;
+
+/// This many idle connections may take so much memory at both ends together, in MiB.
+const IDLE_CONNECTIONS: usize = 10_000;
+const IDLE_MIB: f64 = 200.0;
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::path::Path;
+
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    /// Judges a kept run again, by its figures and its command line.
+    fn judged(name: &str) -> Run {
+        #[derive(serde::Deserialize)]
+        struct Kept {
+            run: Run,
+            figures: Vec<Figure>,
+        }
+        let file = Path::new("../../bench/runs").join(name).join("run.json");
+        let Kept { run, figures } = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+        let typed = run.command.strip_prefix("remora-bench ").unwrap().to_owned();
+        let mut run = Run { comparisons: Vec::new(), ..run };
+        judge(&mut run, &figures, &Line::parse_from(typed.split_whitespace()).options);
+        run
+    }
+
+    /// The goals of a run, its own figures and the ratios of ours, and whether they are reached.
+    fn verdicts(run: &Run) -> Vec<(String, bool)> {
+        let goals = run.goals.iter().map(|goal| (goal.what.clone(), goal.is_kept()));
+        let promised = run.comparisons.iter().filter(|comparison| comparison.target.is_some());
+        let ratios = promised.map(|comparison| {
+            let (ours, rival) = (&comparison.ours, &comparison.rival);
+            (format!("{}, {} : {}, {}", ours.0, ours.1, rival.0, rival.1), comparison.is_kept())
+        });
+        goals.chain(ratios).collect()
+    }
+
+    fn assert_verdicts(name: &str, wanted: &[(&str, bool)]) {
+        let judged = verdicts(&judged(name));
+        let judged: Vec<(&str, bool)> = judged.iter().map(|(what, kept)| (what.as_str(), *kept)).collect();
+        assert_eq!(judged, wanted, "{name}");
+    }
+
+    #[test]
+    fn kept_runs_are_judged_as_the_page_says() {
+        assert_verdicts(
+            "2026-11-22-2vcpu-bench_messenger",
+            &[
+                ("ours, tcp, 4 KiB × 16 × 32: thousand requests/s", true),
+                ("ours, tcp, 4 KiB × 16 × 32: processor µs of both ends for each request", true),
+                ("ours, tcp, 64 B × 1 × 1 : raw, 64 B × 1 × 1", true),
+                ("ours, tcp, 64 B × 16 × 1 : raw, 64 B × 16 × 1", true),
+                ("ours, tcp, 64 B × 64 × 1 : ours, tcp, 64 B × 16 × 1", true),
+                ("ours, tcp, 4 KiB × 16 × 32 : raw, 4 KiB × 16 × 32", false),
+                ("ours, tcp, 128 KiB × 1 × 32 : iperf3, 128 KiB × 1 × 32", true),
+                ("ours, tcp, 128 KiB × 16 × 32 : iperf3, 128 KiB × 16 × 32", true),
+                ("ours, tcp, 1 MiB × 1 × 32 : iperf3, 1 MiB × 1 × 32", true),
+                ("ours, tcp, 1 MiB × 16 × 32 : iperf3, 1 MiB × 16 × 32", true),
+            ],
+        );
+        assert_verdicts(
+            "2026-11-22-2vcpu-bench_messenger-rivals",
+            &[
+                ("ours, tcp, 64 B × 1 × 1 : raw, 64 B × 1 × 1", true),
+                ("ours, tcp, 64 B × 1 × 1 : zeromq, 64 B × 1 × 1", true),
+                ("ours, tcp, 64 B × 16 × 1 : raw, 64 B × 16 × 1", true),
+                ("ours, tcp, 64 B × 64 × 1 : ours, tcp, 64 B × 16 × 1", false),
+            ],
+        );
+        let median = "64 B × 1 × 1: median time of a request, µs";
+        assert_verdicts(
+            "2026-11-22-2vcpu-bench_messenger-shm",
+            &[(&format!("ours, shm, spin, {median}"), false), (&format!("ours, shm, {median}"), false)],
+        );
+        // Goals are for quiet machines.
+        assert_verdicts("2026-11-22-2vcpu-bench_messenger-busy", &[]);
+    }
+
+    #[test]
+    fn ten_thousand_idle_connections_are_judged_by_the_memory_of_both_ends() {
+        let file = Path::new("../../bench/runs/2026-11-22-2vcpu-bench_messenger-idle/run.json");
+        let mut run: Run = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+        judge_idle(&mut run, 100);
+        assert!(run.goals.is_empty(), "fewer connections have no goal");
+        judge_idle(&mut run, 10_000);
+        let value = run.goals[0].value.unwrap();
+        assert!((100.0..110.0).contains(&value.median) && run.keeps_promises(), "{value:?}");
+        run.samples.iter_mut().filter(|sample| sample.subject == "server").for_each(|sample| sample.value += 100.0);
+        run.goals.clear();
+        judge_idle(&mut run, 10_000);
+        assert!(!run.keeps_promises());
+    }
+}

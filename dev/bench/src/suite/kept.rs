@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::network::Link;
+use super::Link;
 use crate::Run;
 use crate::sync::Result;
 

@@ -1,11 +1,8 @@
 //! The program `remora-bench`: the tables of the benchmarks page, over networks of a known rate.
 //!
 //! ```text
-//!   devices   speed of disk, networks and fabric            fio, iperf3, read_bandwidth
 //!   sync      N replicas by every method over every network    sync::Scene on a Place
-//!   feel      what the primary's clients notice          the same, under load::Load
-//!   scaling   cost against size of data, size of values        the same, N = 1
-//!   conversations   N control conversations at one source      crowd::Crowd
+//!   feel      what the primary's clients notice          the same, under feel::Load
 //!   volume    files of a mounted volume, and rivals          volume::Place, fio, redis-benchmark
 //!      │
 //!      ▼ Kept: bench/runs/<date>-<machine>-bench_<name>[-label]/{README.md, raw.csv, run.json, summary.md}
@@ -15,31 +12,27 @@
 //! `messenger` is a subcommand as well, but is implemented in [`crate::messenger`].
 //!
 //! [`crate::sync`] runs the syncs, the same as for `full_sync` and the demo. This module chooses the networks, and
-//! records and prints the results. Only `devices`, `sync`, `feel`, `scaling`, `conversations` and `volume` measure
-//! figures, and they write them at once. `report` measures none, so tables can be made again from any kept run.
+//! records and prints the results. Only `sync`, `feel` and `volume` measure figures, and they write them at once.
+//! `report` measures none, so tables can be made again from any kept run.
 
-pub mod conversations;
-pub mod devices;
 pub mod feel;
 pub mod kept;
-pub mod load;
-pub mod network;
-pub mod points;
 pub mod report;
-pub mod scaling;
 pub mod syncs;
 pub mod volume;
 
-pub use kept::Kept;
-pub use network::Network;
-
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use remora_lab::Kind;
+use remora_lab::{BitRate, Kind, iperf};
+use serde::{Deserialize, Serialize};
 
-use crate::sync::Compare;
+use crate::sync::{Compare, Method, Place, Program, Result};
+use feel::ClientLatency;
+
+pub use kept::Kept;
 
 /// Options of every measuring subcommand.
 #[derive(Clone, Debug, clap::Args)]
@@ -127,6 +120,194 @@ impl ServerChoice {
 
 /// The project's first measurements used 256 values of about 4 MB, 937 MiB in all; this is the same.
 pub const VALUE_BYTES: u64 = 3748 << 10;
+
+// A network as an argument of the command line: this machine's loopback, or hosts with cables of a rate.
+
+/// The network over which something is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Network {
+    /// This machine's loopback: limited only by its processors.
+    Loopback,
+    /// Hosts of a test network, each on a cable of this rate.
+    Shaped(BitRate),
+}
+
+impl Network {
+    /// Whether this program can run a method over it, and whether the method differs from others for that number of
+    /// replicas.
+    fn suits(self, method: Method, kind: Kind, replicas: usize, program: &Program) -> bool {
+        method.applies(kind, replicas)
+            && (self == Network::Loopback || method.crosses_hosts())
+            && (method.serves_peers() != Some(true) || program.serves_peers())
+    }
+
+    /// A place on it, with room for `replicas` replicas.
+    ///
+    /// # Errors
+    /// Hosts need root and a kernel that can shape; the error says what is missing.
+    pub fn place(self, replicas: usize) -> Result<Place> {
+        match self {
+            Network::Loopback => Ok(Place::loopback()),
+            Network::Shaped(rate) => Place::network(rate, replicas),
+        }
+    }
+
+    /// The same with reserved processors for the primary's host, if there are hosts.
+    ///
+    /// # Errors
+    /// As for [`Network::place`].
+    pub fn place_apart(self, replicas: usize) -> Result<Place> {
+        match self {
+            Network::Loopback => Ok(Place::loopback()),
+            Network::Shaped(rate) => Place::network_apart(rate, replicas),
+        }
+    }
+
+    /// The rate that iperf3 measures, from the primary's host to the first replica's.
+    ///
+    /// # Errors
+    /// iperf3 is not installed or cannot connect.
+    pub fn measure(self, place: &Place) -> Result<Link> {
+        let hosts = place.primary().zip(place.replica(0));
+        let bytes_per_second = iperf::bandwidth(hosts, IPERF_TIME)?;
+        Ok(Link { network: self.to_string(), bytes_per_second })
+    }
+}
+
+/// The measured speed of a network.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Link {
+    /// Its name.
+    pub network: String,
+    /// By iperf3, on one connection.
+    pub bytes_per_second: f64,
+}
+
+impl FromStr for Network {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Network, String> {
+        match text {
+            "loopback" => Ok(Network::Loopback),
+            rate => rate.parse().map(Network::Shaped).map_err(|error: String| format!("{error}, or loopback")),
+        }
+    }
+}
+
+impl std::fmt::Display for Network {
+    fn fmt(&self, to: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Network::Loopback => to.write_str("loopback"),
+            Network::Shaped(rate) => rate.fmt(to),
+        }
+    }
+}
+
+/// Long beside the start of a connection.
+const IPERF_TIME: Duration = Duration::from_secs(3);
+
+// The kept measurements: the rows of the tables and the points of the plots. The suites create them, the report shows
+// them.
+
+/// One sync.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SyncPoint {
+    /// Name and version of the server.
+    pub server: String,
+    /// Name of the network.
+    pub network: String,
+    /// Bytes of all values.
+    pub bytes: u64,
+    /// What the values are, if they are not the large random ones, which do not compress.
+    #[serde(default)]
+    pub content: String,
+    /// The method.
+    pub method: Method,
+    /// Number of replicas.
+    pub replicas: usize,
+    /// The round, from 0.
+    pub round: usize,
+    /// Wall seconds until the last replica had caught up.
+    pub seconds: f64,
+    /// Wall seconds until the first replica had caught up.
+    pub first_seconds: f64,
+    /// Phase of the last replica, in seconds; see [`crate::sync::Phases`].
+    pub snapshot: f64,
+    /// Phase of the last replica, in seconds.
+    pub transfer: f64,
+    /// Phase of the last replica, in seconds.
+    pub load: f64,
+    /// Phase of the last replica, in seconds.
+    pub catch_up: f64,
+    /// Bytes out of the primary's host; on loopback, out of the primary.
+    pub sent: u64,
+    /// Full copies that the primary was asked for and gave (`sync_full`); `None` in runs before 2026-11-26.
+    #[serde(default)]
+    pub full_copies: Option<u64>,
+    /// Processor seconds of the primary with its child.
+    pub primary_cpu: f64,
+    /// Processor seconds of all replicas' servers.
+    pub replicas_cpu: f64,
+    /// Processor seconds of all agents, or of the copier.
+    pub agents_cpu: f64,
+    /// Processor seconds of the source agent, which are part of those; `None` in runs before 2026-11-24.
+    #[serde(default)]
+    pub source_cpu: Option<f64>,
+    /// The part of it that the source had used when it was ready: nearly all of it the first touch of its memory.
+    /// `None` in runs that did not record it.
+    #[serde(default)]
+    pub source_ready_cpu: Option<f64>,
+    /// Peak of the primary's private memory, including what its child copied, in bytes.
+    pub peak_memory: u64,
+    /// Peak memory of the source agent, in bytes.
+    pub source_memory: u64,
+    /// Peak memory of each replica agent, in bytes. Empty in runs before 2026-11-23, in which agents with relay had
+    /// memory for the whole data set.
+    #[serde(default)]
+    pub agent_memory: Vec<u64>,
+    /// Whether the replicas equal the primary; `None` if that was not checked.
+    pub equal: Option<bool>,
+}
+
+/// What one group of clients noticed during one sync.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct FeelPoint {
+    /// Name and version of the server.
+    pub server: String,
+    /// Name of the network.
+    pub network: String,
+    /// Bytes of all values.
+    pub bytes: u64,
+    /// `near` or `far`.
+    pub clients: String,
+    /// Commands per second that this group sent.
+    pub asked: u64,
+    /// The method by which replicas were made; `None` without replicas.
+    pub method: Option<Method>,
+    /// Number of replicas.
+    pub replicas: usize,
+    /// The round, from 0.
+    pub round: usize,
+    /// Seconds of the sync.
+    pub seconds: f64,
+    /// What the clients noticed in that time.
+    #[serde(flatten)]
+    pub felt: ClientLatency,
+    /// Peak memory of the source agent, in bytes; `None` without one, and in runs that did not record it.
+    #[serde(default)]
+    pub source_memory: Option<u64>,
+    /// Peak memory of each replica agent, in bytes; empty in runs before 2026-11-23.
+    #[serde(default)]
+    pub agent_memory: Vec<u64>,
+    /// Whether the replicas equal the primary; `None` if that was not checked.
+    #[serde(default)]
+    pub equal: Option<bool>,
+}
+
+/// A method in the words of a table.
+fn name_of(method: Option<Method>) -> &'static str {
+    method.map_or("no sync", Method::name)
+}
 
 #[cfg(test)]
 mod tests {

@@ -7,11 +7,10 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+pub use super::SyncPoint as Point;
 use super::kept::Kept;
-use super::network::Network;
-pub use super::points::SyncPoint as Point;
 use super::report::tables;
-use super::{Budget, Common, ServerChoice, VALUE_BYTES};
+use super::{Budget, Common, Network, ServerChoice, VALUE_BYTES};
 use crate::sync::{Content, Method, Outcome, Phases, Program, Result, Scene, Shape, Trial, available_memory};
 
 /// Command-line arguments.

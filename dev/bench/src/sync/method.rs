@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use remora_lab::Kind;
 use serde::{Deserialize, Serialize};
 
-use super::tools;
+use super::tools::shake_program;
 
 /// One method of making replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ValueEnum)]
@@ -236,7 +236,7 @@ impl Method {
     /// Why it cannot be measured on this machine; `None` if it can.
     pub fn missing(self) -> Option<String> {
         match self {
-            Method::RedisShake => tools::shake_program().err(),
+            Method::RedisShake => shake_program().err(),
             _ => None,
         }
     }

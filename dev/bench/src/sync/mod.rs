@@ -14,14 +14,9 @@
 //! true primary is up, and it has reached the primary's offset of that moment). [`Method`] says what differs.
 
 mod agents;
-mod child;
 mod copier;
-mod costs;
 mod lost;
 mod method;
-mod outcome;
-mod peak;
-mod place;
 mod scene;
 mod summary;
 mod tools;
@@ -29,12 +24,9 @@ mod watch;
 
 pub use agents::{Attend, Program, Source, Stay};
 pub use method::{Method, Setting, Upload};
-pub use outcome::{Outcome, Phases};
-pub use place::Place;
 pub(crate) use scene::available_memory;
-pub(crate) use scene::difference;
-pub use scene::{Compare, Content, Scene, Shape, Trial};
-pub use summary::{Samples, Taken};
+pub use scene::{Compare, Content, Place, Scene, Shape, Trial};
+pub use summary::{Outcome, Phases, Samples, Taken};
 pub use watch::{Show, Sight};
 
 /// A sync can fail in many layers; the caller can only report the error.

@@ -1,28 +1,26 @@
 //! The scene: one primary with data, on which trials run one after the other.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use remora_lab::net::Traffic;
 use remora_lab::server::{module_library, wait_until};
 use remora_lab::workload::{MIX_BYTES, Options, Workload, fill_every_type, fill_mix};
-use remora_lab::{Client, Error, Host, Kind, Server, compare, scratch};
+use remora_lab::{BitRate, Builder, Client, Error, Host, Kind, Net, Server, compare, process, scratch};
+use serde::Serialize;
 use tempfile::TempDir;
 
-use super::Result;
-use super::agents::{self, Program, Source};
-use super::child::ChildWatch;
-use super::copier::{self, Copied, Pace};
-use super::costs::Costs;
+use super::agents::{ChildWatch, Program, Source};
+use super::copier::{Copied, Pace};
 use super::lost::Lost;
 use super::method::{Method, Setting};
-use super::outcome::{Outcome, Phases, Summary};
-use super::peak::Peak;
-use super::place::{self, Place};
-use super::tools;
+use super::summary::{Outcome, Phases, Summary};
 use super::watch::{Show, Watch};
+use super::{Result, agents, copier, tools};
 use crate::cpu;
 
 /// The data of a primary.
@@ -118,7 +116,7 @@ impl Scene {
         // Our module is loaded for the trials that need it. On a separate host a server has no loopback clients.
         let who = if place.primary().is_some() { "yes" } else { "local" };
         let builder = Server::builder(kind).config("enable-module-command", who);
-        let primary = place::on(builder, place.primary()).start()?;
+        let primary = on(builder, place.primary()).start()?;
         match shape.content {
             Content::Strings => program.load(&primary, shape.keys, shape.value_bytes, false)?,
             Content::Json => program.load(&primary, shape.keys, shape.value_bytes, true)?,
@@ -257,7 +255,7 @@ impl Scene {
             let builder =
                 if trial.method == Method::RdbFile { builder.start_time(tools::LONGEST_START) } else { builder };
             let builder = if trial.method.has_module() { builder.module("")? } else { builder };
-            place::on(builder, self.place.replica(number)).start()
+            on(builder, self.place.replica(number)).start()
         };
         Ok((0..trial.replicas).map(server).collect::<remora_lab::Result<_>>()?)
     }
@@ -399,7 +397,7 @@ impl Scene {
 }
 
 /// How the replica differs from its primary, or that it does not become equal in time; `None` if it is equal.
-pub(crate) fn difference(primary: &Server, replica: &Server) -> Result<Option<String>> {
+fn difference(primary: &Server, replica: &Server) -> Result<Option<String>> {
     match compare::same_data(primary, replica, COMPARE_TIME) {
         Ok(_) => Ok(None),
         Err(error @ (Error::Different(_) | Error::TooLate { .. })) => Ok(Some(error.to_string())),
@@ -559,3 +557,199 @@ const COMPARE_TIME: Duration = Duration::from_secs(120);
 
 /// Interval between checks whether a primary's child has ended.
 const CHILD_POLL: Duration = Duration::from_millis(10);
+
+// Where a scene runs: on this machine's loopback, or on the hosts of a test network with cables of a given rate.
+
+/// One host for the primary, one for each replica, one for the primary's clients; or loopback without hosts.
+#[derive(Clone, Debug, Default)]
+pub struct Place {
+    hosts: Option<Hosts>,
+}
+
+#[derive(Clone, Debug)]
+struct Hosts {
+    primary: Host,
+    client: Host,
+    replicas: Vec<Host>,
+    rate: BitRate,
+}
+
+impl Place {
+    /// Everything on this machine's loopback.
+    pub fn loopback() -> Place {
+        Place::default()
+    }
+
+    /// A network with a cable of this rate for every host, with room for `replicas` replicas.
+    ///
+    /// # Errors
+    /// The process is not root, or the kernel lacks a feature; the error names it.
+    pub fn network(rate: BitRate, replicas: usize) -> Result<Place> {
+        let net = Net::new()?;
+        Place::hosts(rate, replicas, |name, _| net.host(name))
+    }
+
+    /// The same, with half of the machine's processors for the primary's host and its clients', and the other half for
+    /// all replicas, so that a replica's work takes no processor time from the primary, as with separate machines.
+    ///
+    /// # Errors
+    /// As for [`Place::network`]; or the machine has only one processor.
+    pub fn network_apart(rate: BitRate, replicas: usize) -> Result<Place> {
+        let all = std::thread::available_parallelism()?.get();
+        let (net, half) = (Net::new()?, all / 2);
+        if half == 0 {
+            return Err("one processor can't be shared out among hosts: give --shared-processors".into());
+        }
+        Place::hosts(rate, replicas, |name, is_replica| net.host_on(name, if is_replica { half..all } else { 0..half }))
+    }
+
+    /// Makes all hosts use this congestion control, by its kernel name. Nothing on loopback.
+    ///
+    /// # Errors
+    /// The kernel does not have it.
+    pub fn congestion(&self, name: &str) -> Result<()> {
+        let Some(Hosts { primary, client, replicas, .. }) = &self.hosts else { return Ok(()) };
+        for host in [primary, client].into_iter().chain(replicas) {
+            host.within(|| std::fs::write(CONGESTION, name))??;
+        }
+        Ok(())
+    }
+
+    /// Creates the hosts with `host`, which gets a name and whether it is a replica's host.
+    fn hosts(rate: BitRate, replicas: usize, make: impl Fn(&str, bool) -> remora_lab::Result<Host>) -> Result<Place> {
+        let host = |name: &str, is_replica| -> Result<Host> {
+            let host = make(name, is_replica)?;
+            host.shape(remora_lab::Shape::bits(rate.0))?;
+            Ok(host)
+        };
+        let (primary, client) = (host("primary", false)?, host("client", false)?);
+        let replicas = (1..=replicas).map(|number| host(&format!("replica-{number}"), true)).collect::<Result<_>>()?;
+        Ok(Place { hosts: Some(Hosts { primary, client, replicas, rate }) })
+    }
+
+    /// Bytes per second that each host's cable carries, including all headers; `None` on loopback.
+    pub fn cable(&self) -> Option<u64> {
+        self.hosts.as_ref().map(|hosts| hosts.rate.0 / 8)
+    }
+
+    /// The primary's host.
+    pub fn primary(&self) -> Option<&Host> {
+        self.hosts.as_ref().map(|hosts| &hosts.primary)
+    }
+
+    /// The host of the primary's clients.
+    pub fn client(&self) -> Option<&Host> {
+        self.hosts.as_ref().map(|hosts| &hosts.client)
+    }
+
+    /// The host of a replica, counted from 0.
+    pub fn replica(&self, number: usize) -> Option<&Host> {
+        self.hosts.as_ref().and_then(|hosts| hosts.replicas.get(number))
+    }
+
+    /// The number of replicas for which it has room.
+    pub fn room(&self) -> usize {
+        self.hosts.as_ref().map_or(usize::MAX, |hosts| hosts.replicas.len())
+    }
+}
+
+/// The congestion control of new connections in the network namespace of the thread that opens it.
+const CONGESTION: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
+
+/// Makes a server run on that host.
+pub(super) fn on(builder: Builder, host: Option<&Host>) -> Builder {
+    match host {
+        Some(host) => builder.on(host),
+        None => builder,
+    }
+}
+
+// What a server has used so far, as it reports itself: processor time to the microsecond, bytes.
+
+/// Counters that are read before and after; the difference is the cost.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct Costs {
+    /// Processor seconds, including those of ended children.
+    pub(crate) cpu: f64,
+    /// Bytes sent.
+    pub(crate) sent: u64,
+    /// Bytes received from a primary.
+    pub(crate) received: u64,
+    /// Children forked.
+    pub(crate) forks: u64,
+    /// Full copies that replicas asked for and got (`sync_full`).
+    pub(crate) full_copies: u64,
+    /// Bytes that the last child and its parent have copied on write.
+    pub(crate) copied: u64,
+}
+
+impl Costs {
+    pub(crate) fn read(client: &mut Client) -> Result<Costs> {
+        let text = client.bytes(&["INFO", "cpu", "stats", "persistence"])?.unwrap_or_default();
+        let info = remora_redis::info::Info::parse(&text);
+        let seconds = |name| info.number::<f64>(name).unwrap_or_default();
+        Ok(Costs {
+            cpu: CPU_FIELDS.into_iter().map(seconds).sum(),
+            sent: info.number("total_net_output_bytes").unwrap_or_default(),
+            received: info.number("total_net_repl_input_bytes").unwrap_or_default(),
+            forks: info.number("total_forks").unwrap_or_default(),
+            full_copies: info.number("sync_full").unwrap_or_default(),
+            copied: info.number("rdb_last_cow_size").unwrap_or_default(),
+        })
+    }
+
+    pub(crate) fn since(self, before: Costs) -> Costs {
+        Costs {
+            cpu: self.cpu - before.cpu,
+            sent: self.sent.saturating_sub(before.sent),
+            received: self.received.saturating_sub(before.received),
+            forks: self.forks.saturating_sub(before.forks),
+            full_copies: self.full_copies.saturating_sub(before.full_copies),
+            // This counter is not a sum but the value of the last child: zero if none was forked meanwhile.
+            copied: if self.forks > before.forks { self.copied } else { 0 },
+        }
+    }
+}
+
+const CPU_FIELDS: [&str; 4] = ["used_cpu_user", "used_cpu_sys", "used_cpu_user_children", "used_cpu_sys_children"];
+
+// The peak of a server's private memory during a period.
+
+/// Samples a process's private memory (`RssAnon`) until stopped. It does not include what a fork child copies; the
+/// server counts that itself (`rdb_last_cow_size`).
+pub(super) struct Peak {
+    is_over: Arc<AtomicBool>,
+    looking: Option<JoinHandle<u64>>,
+}
+
+impl Peak {
+    pub(super) fn watch(pid: u32) -> Peak {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let is_stopped = Arc::clone(&is_over);
+        let looking = thread::spawn(move || {
+            let mut most = 0;
+            while !is_stopped.load(Ordering::Relaxed) {
+                // A server that has ended was sampled before.
+                most = most.max(process::private_memory(pid).unwrap_or_default());
+                thread::sleep(LOOK_EVERY);
+            }
+            most
+        });
+        Peak { is_over, looking: Some(looking) }
+    }
+
+    /// Bytes.
+    pub(super) fn end(&mut self) -> u64 {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.looking.take().and_then(|thread| thread.join().ok()).unwrap_or_default()
+    }
+}
+
+impl Drop for Peak {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Reading one line of /proc costs microseconds; an output buffer grows for seconds.
+const LOOK_EVERY: Duration = Duration::from_millis(25);

@@ -137,52 +137,6 @@ fn remora_bench_compares_its_syncs_over_a_network_and_under_load() {
     assert!(memory.len() == 2 && memory.iter().all(|bytes| bytes.as_u64() > Some(1 << 20)), "{relay}");
     // Near clients and far clients.
     suite("feel", &[&few[..], &["--methods", "remora-relay", "--replicas", "2", "--rate", "200"]].concat(), 2);
-    suite("scaling", &["--sizes-mib", "8", "--value-bytes", "65536", "--values-mib", "4"], 2 * 3);
-}
-
-#[test]
-#[ignore = "long: make test-all"]
-fn devices_are_measured_by_other_tools_and_the_fabric_beside_them() {
-    let Some(()) = require::iperf3().and_then(|()| require::fio()) else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let out = folder.path().display().to_string();
-    let few = ["--no-rdma", "--disk-mib", "8", "--networks", "loopback", "--rounds", "1", "--out", &out];
-    run(env!("CARGO_BIN_EXE_remora-bench"), &[&["devices"], &few[..]].concat(), &[0]);
-    let report = kept(folder.path());
-    // What could not be measured is a note and not a failure.
-    assert_eq!(report["run"]["notes"], serde_json::json!([]), "{report}");
-    let points = report["points"].as_array().unwrap();
-    let rate = |device: &str| {
-        let point = points.iter().find(|point| point["device"].as_str().is_some_and(|name| name.starts_with(device)));
-        point.and_then(|point| point["bytes_per_second"].as_f64()).unwrap_or_else(|| panic!("{device}: {report}"))
-    };
-    for device in ["disk, write", "disk, read", "TCP, loopback", "memcpy", "iperf3", "fabric's read by shm"] {
-        assert!(rate(device) > 1e5, "{device}: {report}");
-    }
-    assert!(rate("fabric's read by tcp") > 1e5);
-}
-
-#[test]
-fn a_source_is_measured_under_conversations() {
-    let Some(_) = require::valkey() else { return };
-    let folder = tempfile::tempdir().unwrap();
-    let out = folder.path().display().to_string();
-    let few = ["--replicas", "40", "--rounds", "1", "--seconds", "1", "--values", "4", "--out", &out];
-    run(env!("CARGO_BIN_EXE_remora-bench"), &[&["conversations"], &few[..]].concat(), &[0]);
-    let report = kept(folder.path());
-    let point = &report["points"][0];
-    let reports = point["receiving"]["reports"].as_f64().unwrap();
-    assert!(point["replicas"] == 40 && reports > 40.0, "{point}");
-    assert!(point["descriptors"].as_u64() > Some(40), "{point}");
-    // Four real replicas: before the conversations, and beside them in both of their states.
-    all_equal([point], 1);
-}
-
-#[test]
-#[ignore = "long: make test-all"]
-fn the_lag_is_measured_on_replicas_that_are_equal_afterwards() {
-    let Some(_) = require::valkey() else { return };
-    run(env!("CARGO_BIN_EXE_follow_lag"), &["--rounds", "1", "--seconds", "1", "--rates", "500"], &[0]);
 }
 
 #[test]

@@ -9,10 +9,9 @@
 //!
 //! The newest kept run of each label is shown; runs of different labels are shown beside each other.
 //!
-//! - [`tables`], [`cells`], [`mass`]: Markdown. [`targets`]: the targets, and whether they were reached. [`plots`]:
+//! - [`tables`], [`mass`]: Markdown. [`targets`]: the targets, and whether they were reached. [`plots`]:
 //!   SVG.
 
-pub mod cells;
 pub mod mass;
 pub mod plots;
 pub mod tables;
@@ -22,7 +21,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::kept::{self, Kept};
-use super::{conversations, devices, feel, scaling, syncs, volume};
+use super::{feel, syncs, volume};
 use crate::Run;
 use crate::sync::Result;
 
@@ -53,27 +52,18 @@ pub fn run(options: &Options) -> Result<bool> {
     fs::create_dir_all(&options.plots)?;
     let section = Section::new(options);
 
-    let runs = kept::newest::<devices::Point>(&options.runs, "devices")?;
-    let page = splice(&page, "devices", &section.text(&runs, tables::devices(&bare(&runs)), &[]))?;
-
     let runs = kept::newest::<feel::Point>(&options.runs, "feel")?;
     let figures = plots::feel(&bare(&runs), &options.plots)?;
     let plots: Vec<Plot> = figures.into_iter().map(|figure| (figure.words, figure.file)).collect();
-    let page = splice(&page, "feel", &section.text(&runs, cells::table(&bare(&runs)), &plots))?;
+    let page = splice(&page, "feel", &section.text(&runs, tables::felt(&bare(&runs)), &plots))?;
     let felt = runs;
-
-    let runs = kept::newest::<scaling::Point>(&options.runs, "scaling")?;
-    let plots = plots::scaling(&bare(&runs), &options.plots)?;
-    let page = splice(&page, "scaling", &section.text(&runs, tables::scaling(&bare(&runs)), &plots))?;
-
-    let runs = kept::newest::<conversations::Point>(&options.runs, "conversations")?;
-    let page = splice(&page, "conversations", &section.text(&runs, tables::conversations(&bare(&runs)), &[]))?;
 
     let runs = kept::newest_of::<Run>(&options.runs, "mass_replacement")?;
     let page = splice(&page, "mass", &section.of_mass(&runs, &options.plots)?)?;
 
     let runs = kept::newest::<volume::Point>(&options.runs, "volume")?;
-    let plots = plots::volume(&bare(&runs), &options.plots)?;
+    let figures = plots::volume(&bare(&runs), &options.plots)?;
+    let plots: Vec<Plot> = figures.into_iter().map(|figure| (figure.words, figure.file)).collect();
     let page = splice(&page, "volume", &section.text(&runs, volume::tables::tables(&bare(&runs)), &plots))?;
 
     let runs = kept::newest::<syncs::Point>(&options.runs, "sync")?;

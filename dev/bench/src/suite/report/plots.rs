@@ -1,33 +1,16 @@
-//! The figures, as SVG: bars for syncs and what clients feel; lines with dots over sizes and jobs, in colours that stay
-//! the same from plot to plot.
+//! The figures, as bars: what syncs take, what clients feel, and what files of a volume do.
 
 use std::path::Path;
 
 use clap::ValueEnum;
-use plotters::style::{BLACK, RGBColor};
 
-use super::cells::{Cell, cells};
-use super::tables::{self, groups, order, sizes};
-use super::{Figure, Plot};
+use super::Figure;
+use super::tables::{self, Cell, cells, groups};
 use crate::Spread;
 use crate::bars::{self, Bar, Chart, Family};
-use crate::plot::{self, Axis, Line};
-use crate::suite::points::name_of;
 use crate::suite::volume::cases::{Case, Cell as FileCell, Figures, Pattern, Subject};
-use crate::suite::{Kept, feel, scaling, syncs, volume};
+use crate::suite::{Kept, feel, name_of, syncs, volume};
 use crate::sync::{Method, Result};
-
-/// A plot before it is drawn.
-struct Picture<'a> {
-    title: &'a str,
-    x: &'a str,
-    y: &'a str,
-    /// Powers of two at even distances.
-    is_log_x: bool,
-    /// Powers of ten at even distances.
-    is_log_y: bool,
-    lines: Vec<Line<'static>>,
-}
 
 /// Draws the seconds of each method for each number of replicas, one figure for each group that the tables have.
 ///
@@ -186,45 +169,11 @@ pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Draws seconds against the size of the data set, and of the values.
+/// Draws MB/s for each number of jobs, for small and large requests past the page cache.
 ///
 /// # Errors
 /// A file could not be written.
-pub fn scaling(runs: &[&Kept<scaling::Point>], folder: &Path) -> Result<Vec<Plot>> {
-    let Some(newest) = runs.last() else { return Ok(Vec::new()) };
-    let gib = f64::from(1 << 30);
-    let mut plots = Vec::new();
-    for (grows, title, x) in [
-        ("size", "Seconds against the size of the data set", "GiB"),
-        ("value", "Seconds per GiB against the size of the values", "bytes of a value"),
-    ] {
-        let points: Vec<&scaling::Point> = newest.points.iter().filter(|point| point.grows == grows).collect();
-        let line = |method: Method| {
-            let at = |(bytes, value_bytes): (u64, u64)| {
-                let of = points.iter().filter(|p| (p.bytes, p.value_bytes, p.method) == (bytes, value_bytes, method));
-                let seconds = Spread::of(of.map(|point| point.seconds))?.median;
-                let size = bytes as f64 / gib;
-                Some(if grows == "size" { (size, seconds) } else { (value_bytes as f64, seconds / size) })
-            };
-            let points: Vec<(f64, f64)> = sizes(&points).into_iter().filter_map(at).collect();
-            (points.len() > 1).then(|| line_of(Some(method), points))
-        };
-        let lines: Vec<Line<'static>> = order().filter_map(line).collect();
-        if lines.is_empty() {
-            continue;
-        }
-        let mut picture = Picture::new(title, x, if grows == "size" { "seconds" } else { "seconds per GiB" }, lines);
-        picture.is_log_x = grows == "value";
-        plots.push(picture.draw(folder, &format!("scaling-{grows}.svg"))?);
-    }
-    Ok(plots)
-}
-
-/// Draws MB/s against the number of jobs, for small and large requests past the page cache.
-///
-/// # Errors
-/// A file could not be written.
-pub fn volume(runs: &[&Kept<volume::Point>], folder: &Path) -> Result<Vec<Plot>> {
+pub fn volume(runs: &[&Kept<volume::Point>], folder: &Path) -> Result<Vec<Figure>> {
     // The newest that is not of an emulated machine alone.
     let is_of_this = |kept: &&&Kept<volume::Point>| {
         kept.points.iter().any(|point| {
@@ -233,64 +182,35 @@ pub fn volume(runs: &[&Kept<volume::Point>], folder: &Path) -> Result<Vec<Plot>>
         })
     };
     let Some(newest) = runs.iter().rfind(is_of_this) else { return Ok(Vec::new()) };
-    let figures = Figures(&newest.points);
-    let mut plots = Vec::new();
+    let measured = Figures(&newest.points);
+    let mut figures = Vec::new();
     for (pattern, block) in [
         (Pattern::Randread, 4 << 10),
         (Pattern::Randwrite, 4 << 10),
         (Pattern::Read, 1 << 20),
         (Pattern::Write, 1 << 20),
     ] {
-        let line = |(place, subject): (usize, &Subject)| {
-            let at = |jobs: u32| {
-                let case = Case::Files(FileCell { direct: true, pattern, block, jobs }).to_string();
-                Some((f64::from(jobs), figures.spread(subject.name(), &case)?.median))
+        let group = |jobs: u32| {
+            let case = Case::Files(FileCell { direct: true, pattern, block, jobs }).to_string();
+            let bar = |subject: &Subject| {
+                let figure = measured.spread(subject.name(), &case)?;
+                let family = if subject.name().starts_with("Remora") { Family::Ours } else { Family::Other };
+                Some(Bar { name: subject.name().to_owned(), family, figure, note: String::new() })
             };
-            let points: Vec<(f64, f64)> = (1..=MOST_JOBS).filter_map(at).collect();
-            let colour = SUBJECT_COLOURS.get(place).copied().unwrap_or(BLACK);
-            (points.len() > 1).then(|| Line { name: subject.name(), colour, points })
+            let bars: Vec<Bar> = Subject::value_variants().iter().filter_map(bar).collect();
+            let title = if jobs == 1 { "1 job".to_owned() } else { format!("{jobs} jobs") };
+            (!bars.is_empty()).then_some(bars::Group { title, bars })
         };
-        let lines: Vec<Line<'static>> = Subject::value_variants().iter().enumerate().filter_map(line).collect();
-        if lines.is_empty() {
+        let groups: Vec<bars::Group> = (1..=MOST_JOBS).filter_map(group).collect();
+        if groups.is_empty() {
             continue;
         }
         let title = format!("MB/s, {} {}, direct", pattern.word(), crate::bytes(block));
-        let mut picture = Picture::new(&title, "jobs", "MB/s", lines);
-        (picture.is_log_x, picture.is_log_y) = (true, true);
-        plots.push(
-            picture.draw(folder, &format!("volume-{}.svg", slug(&format!("{} {}", pattern.word(), block >> 10))))?,
-        );
+        let name = slug(&format!("{} {}", pattern.word(), block >> 10));
+        let chart = Chart { title: title.clone(), unit: "MB/s", notes: "", groups };
+        figures.push(figure(&chart, folder, format!("volume-{name}.svg"), title)?);
     }
-    Ok(plots)
-}
-
-fn line_of(method: Option<Method>, mut points: Vec<(f64, f64)>) -> Line<'static> {
-    points.sort_by(|one, other| one.0.total_cmp(&other.0));
-    let place = order().position(|other| Some(other) == method).unwrap_or_default();
-    Line { name: name_of(method), colour: COLOURS.get(place).copied().unwrap_or(BLACK), points }
-}
-
-impl<'a> Picture<'a> {
-    fn new(title: &'a str, x: &'a str, y: &'a str, lines: Vec<Line<'static>>) -> Picture<'a> {
-        Picture { title, x, y, is_log_x: false, is_log_y: false, lines }
-    }
-
-    fn draw(self, folder: &Path, file: &str) -> Result<Plot> {
-        let x = self.axis(self.x, |point| point.0, self.is_log_x.then_some(2.0));
-        let y = self.axis(self.y, |point| point.1, self.is_log_y.then_some(10.0));
-        plot::Picture { title: self.title, x, y, lines: self.lines }.draw(&folder.join(file))?;
-        Ok((self.title.to_owned(), file.to_owned()))
-    }
-
-    /// An axis from 0, or a logarithmic one from a bit below the least value to a bit above the greatest.
-    fn axis(&self, name: &'a str, figure: fn(&(f64, f64)) -> f64, powers_of: Option<f64>) -> Axis<'a> {
-        let figures =
-            || self.lines.iter().flat_map(|line| &line.points).map(figure).filter(|figure| figure.is_finite());
-        let most = figures().reduce(f64::max).unwrap_or(1.0).max(1e-6);
-        let least = figures().reduce(f64::min).unwrap_or(0.0);
-        let range = if powers_of.is_some() { (least * 0.7).max(most * 1e-9)..most * 1.5 } else { 0.0..most * 1.08 };
-        Axis { name, range, powers_of }
-    }
+    Ok(figures)
 }
 
 /// A file name from words.
@@ -298,50 +218,6 @@ pub(super) fn slug(words: &str) -> String {
     let plain = words.to_lowercase().replace(|letter: char| !letter.is_ascii_alphanumeric(), "-");
     plain.split('-').filter(|part| !part.is_empty()).collect::<Vec<_>>().join("-")
 }
-
-/// Colours in the order of the methods, each with one of its own: the servers' own grey to black, the others in colour.
-const COLOURS: [RGBColor; 28] = [
-    RGBColor(190, 190, 190),
-    RGBColor(130, 130, 130),
-    RGBColor(80, 80, 80),
-    RGBColor(0, 0, 0),
-    RGBColor(160, 150, 130),
-    RGBColor(150, 100, 40),
-    RGBColor(205, 170, 120),
-    RGBColor(100, 70, 70),
-    RGBColor(185, 120, 100),
-    RGBColor(120, 200, 120),
-    RGBColor(20, 90, 40),
-    RGBColor(40, 140, 60),
-    RGBColor(60, 110, 220),
-    RGBColor(220, 40, 60),
-    RGBColor(90, 200, 240),
-    RGBColor(255, 190, 150),
-    RGBColor(240, 140, 40),
-    RGBColor(150, 60, 200),
-    RGBColor(150, 210, 60),
-    RGBColor(0, 170, 180),
-    RGBColor(230, 120, 170),
-    RGBColor(120, 140, 220),
-    RGBColor(110, 30, 50),
-    RGBColor(200, 190, 40),
-    RGBColor(30, 50, 110),
-    RGBColor(180, 180, 230),
-    RGBColor(80, 120, 120),
-    RGBColor(170, 80, 110),
-];
-
-/// In the order of the subjects: ours in colour.
-const SUBJECT_COLOURS: [RGBColor; 8] = [
-    RGBColor(60, 110, 220),
-    RGBColor(220, 40, 60),
-    RGBColor(40, 140, 60),
-    RGBColor(240, 140, 40),
-    RGBColor(150, 100, 40),
-    RGBColor(150, 60, 200),
-    RGBColor(130, 130, 130),
-    RGBColor(0, 0, 0),
-];
 
 /// What the command line of `volume` takes.
 const MOST_JOBS: u32 = 64;
@@ -373,15 +249,6 @@ mod tests {
         );
         let readme = readme(&[&kept], folder.path()).unwrap().unwrap();
         assert_eq!((readme.file.as_str(), &readme.sentence), ("readme.svg", shows));
-    }
-
-    #[test]
-    fn every_method_has_a_colour_of_its_own() {
-        let count = order().count();
-        assert!(count <= COLOURS.len(), "{count} methods");
-        for (place, colour) in COLOURS.iter().enumerate() {
-            assert!(!COLOURS[..place].contains(colour), "{colour:?}");
-        }
     }
 
     #[test]

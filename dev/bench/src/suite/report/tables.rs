@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::ValueEnum;
 
 use super::Figure;
-use crate::suite::{Kept, conversations, devices, points, scaling, syncs};
+use crate::suite::{Kept, feel, name_of, syncs};
 use crate::sync::Method;
 use crate::{Spread, memory_of_each};
 
@@ -193,109 +193,6 @@ fn anchor(heading: &str) -> String {
         .collect()
 }
 
-/// The table of `devices`.
-pub fn devices(runs: &[&Kept<devices::Point>]) -> String {
-    let mut out = String::from("| device | tool | MB/s: median | least | most |\n|---|---|---:|---:|---:|\n");
-    let Some(newest) = runs.last() else { return out };
-    let mut seen = Vec::new();
-    for point in &newest.points {
-        if seen.contains(&(&point.device, &point.tool)) {
-            continue;
-        }
-        seen.push((&point.device, &point.tool));
-        let same = |other: &&devices::Point| other.device == point.device && other.tool == point.tool;
-        let Some(rate) = points::spread(&newest.points.iter().filter(same).collect::<Vec<_>>()) else { continue };
-        let _ = writeln!(
-            out,
-            "| {} | {} | {:.1} | {:.1} | {:.1} |",
-            point.device, point.tool, rate.median, rate.low, rate.high
-        );
-    }
-    out
-}
-
-/// The tables of `scaling`.
-pub fn scaling(runs: &[&Kept<scaling::Point>]) -> String {
-    let mut out = String::from(SCALING_EXPLAINED);
-    let Some(newest) = runs.last() else { return out };
-    for (grows, title) in [("size", "The data set grows, in values of 1 MiB"), ("value", "The values grow")] {
-        let points: Vec<&scaling::Point> = newest.points.iter().filter(|point| point.grows == grows).collect();
-        let Some(server) = points.first().map(|point| &point.server) else { continue };
-        let _ = writeln!(out, "\n### {server}, loopback, one replica: {title}\n\n{SCALING_HEAD}");
-        for method in order() {
-            for (bytes, value_bytes) in sizes(&points) {
-                let of = || {
-                    points
-                        .iter()
-                        .filter(|point| (point.bytes, point.value_bytes, point.method) == (bytes, value_bytes, method))
-                };
-                let Some(wall) = Spread::of(of().map(|point| point.seconds)) else { continue };
-                let median = |figure: fn(&scaling::Point) -> f64| {
-                    Spread::of(of().map(|point| figure(point))).map_or(f64::NAN, |spread| spread.median)
-                };
-                let gib = bytes as f64 / f64::from(1 << 30);
-                let _ = writeln!(
-                    out,
-                    "| {} | {gib:.3} | {} | {} | {:.2} | {:.2} | {:.2} | {:.0} | {:.0} | {} |",
-                    method.name(),
-                    crate::bytes(value_bytes),
-                    with_range(wall),
-                    wall.median / gib,
-                    median(|point| point.primary_cpu) / gib,
-                    median(|point| point.others_cpu) / gib,
-                    median(|point| point.peak_memory as f64 / f64::from(1 << 20)),
-                    median(|point| point.source_memory as f64 / f64::from(1 << 20)),
-                    memory_of_each(of().map(|point| &point.agent_memory)),
-                );
-            }
-        }
-        if grows == "size" {
-            slopes(&mut out, &points);
-        }
-    }
-    out
-}
-
-/// The table of `conversations`.
-pub fn conversations(runs: &[&Kept<conversations::Point>]) -> String {
-    let mut out = String::from(CONVERSATIONS_EXPLAINED);
-    for kept in runs {
-        let mut numbers: Vec<u32> = kept.points.iter().map(|point| point.replicas).collect();
-        numbers.sort_unstable();
-        numbers.dedup();
-        let Some(server) = kept.points.first().map(|point| &point.server) else { continue };
-        let _ = writeln!(out, "\n### {server}, loopback\n\n{CONVERSATIONS_HEAD}");
-        for replicas in numbers {
-            let median = |figure: fn(&conversations::Point) -> f64| {
-                let of = kept.points.iter().filter(|point| point.replicas == replicas);
-                Spread::of(of.map(figure)).map_or(f64::NAN, |spread| spread.median)
-            };
-            let kib = |bytes: u64| bytes as f64 / 1024.0;
-            let per_replica = median(|point| point.private.saturating_sub(point.private_before) as f64) / 1024.0;
-            let _ = writeln!(
-                out,
-                "| {replicas} | {:.2} | {:.0} | {:.3} | {:.0} | {:.3} | {:.0} | {:.0} | {:.0} | {:.1} | {:.0} | {:.2} | {:.2} | {:.2} | {:.2} | {} |",
-                median(|point| point.join_seconds),
-                median(|point| point.receiving.reports),
-                median(|point| point.receiving.cpu),
-                median(|point| point.staying.reports),
-                median(|point| point.staying.cpu),
-                median(|point| point.descriptors as f64),
-                median(|point| point.threads as f64),
-                kib(median(|point| point.peak as f64) as u64) / 1024.0,
-                per_replica / f64::from(replicas),
-                median(|point| point.status_seconds) * 1000.0,
-                median(|point| point.alone_seconds),
-                median(|point| point.beside_seconds / point.alone_seconds),
-                median(|point| point.beside_staying_seconds / point.alone_seconds),
-                median(|point| point.leave_seconds),
-                equality(kept.points.iter().filter(|point| point.replicas == replicas).map(|point| point.equal)),
-            );
-        }
-    }
-    out
-}
-
 /// Whether all replicas that were compared are equal, in the word of a table.
 fn equality(looked: impl Iterator<Item = Option<bool>>) -> &'static str {
     match looked.flatten().reduce(|all, equal| all && equal) {
@@ -303,33 +200,6 @@ fn equality(looked: impl Iterator<Item = Option<bool>>) -> &'static str {
         Some(true) => "yes",
         Some(false) => "**NO**",
     }
-}
-
-fn slopes(out: &mut String, points: &[&scaling::Point]) {
-    for method in order() {
-        let of: Vec<(f64, f64)> = (points.iter().filter(|point| point.method == method))
-            .map(|point| (point.bytes as f64 / f64::from(1 << 30), point.seconds))
-            .collect();
-        let Some((slope, start)) = line_through(&of) else { continue };
-        let _ = writeln!(out, "\n> {}: {start:.2} s and {slope:.2} s for each GiB (least squares)", method.name());
-    }
-}
-
-/// Slope and intercept of the least-squares line; `None` for fewer than two different x values.
-fn line_through(points: &[(f64, f64)]) -> Option<(f64, f64)> {
-    let count = points.len() as f64;
-    let (x, y) = (points.iter().map(|p| p.0).sum::<f64>() / count, points.iter().map(|p| p.1).sum::<f64>() / count);
-    let spread: f64 = points.iter().map(|p| (p.0 - x).powi(2)).sum();
-    let together: f64 = points.iter().map(|p| (p.0 - x) * (p.1 - y)).sum();
-    (spread > 0.0).then(|| (together / spread, y - together / spread * x))
-}
-
-/// Sizes of data set and of values, ascending.
-pub(super) fn sizes(points: &[&scaling::Point]) -> Vec<(u64, u64)> {
-    let mut sizes: Vec<(u64, u64)> = points.iter().map(|point| (point.bytes, point.value_bytes)).collect();
-    sizes.sort_unstable_by_key(|(bytes, value_bytes)| (*value_bytes, *bytes));
-    sizes.dedup();
-    sizes
 }
 
 fn with_range(spread: Spread) -> String {
@@ -359,29 +229,130 @@ const SYNC_HEAD: &str = "\
 | N | method | last replica s | ratio | first s | phases s | out MB | × data | primary CPU s | source CPU s | primary MiB | source MiB | replica agents MiB | equal |
 |---:|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---|";
 
-const SCALING_EXPLAINED: &str = "Medians over the rounds, in brackets the least and the greatest value. *others*: the replica's server and all agents. *MiB*: the peak of the primary's private memory, of the source agent and of the replica agent (the greatest of the rounds; –: not recorded).\n";
+// What clients noticed, as Markdown, and beside the server's own replication: the figures, the tables and the targets
+// compare the same cells.
 
-const SCALING_HEAD: &str = "\
-| method | GiB | values of | wall s | s/GiB | primary CPU s/GiB | others CPU s/GiB | primary MiB | source MiB | replica agent MiB |
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|";
+/// What clients noticed under the same circumstances, round by round.
+pub(super) struct Cell<'a> {
+    /// The run's label.
+    pub(super) label: &'a str,
+    pub(super) first: &'a feel::Point,
+    pub(super) points: Vec<&'a feel::Point>,
+}
 
-const CONVERSATIONS_EXPLAINED: &str = "\
-Medians over the rounds. *join*: from the first connect until the last conversation had the source's offer. *receiving*: each conversation reports
-one more slot 20 times a second, as a replica does that receives; *staying*: it has nothing new to report, and does so twice a second. *CPU*: processor
-seconds of the source per second. *peak MiB* includes the table; *KiB each*: private memory of the source for each conversation. *status*: the command
-`remora status --json`, as a process. *alone*: a real replica over shared memory without the conversations; *beside*: the same with them, as a
-multiple, while they are receiving and while they are staying. *leave*: until the source lists none of them. *equal*: the real replicas have the
-primary's data (–: not compared).
+impl Cell<'_> {
+    pub(super) fn median(&self, figure: impl Fn(&feel::Point) -> f64) -> f64 {
+        Spread::of(self.points.iter().map(|point| figure(point))).map_or(f64::NAN, |spread| spread.median)
+    }
+
+    fn is_beside(&self, other: &Cell<'_>) -> bool {
+        let key = |point: &feel::Point| {
+            let feel::Point { server, network, clients, bytes, asked, replicas, .. } = point;
+            (server.clone(), network.clone(), clients.clone(), *bytes, *asked, *replicas)
+        };
+        self.label == other.label && key(self.first) == key(other.first)
+    }
+
+    /// Beside it, the cell of the server's own replication with the least 99th percentile.
+    pub(super) fn best_own<'c, 'a>(&self, cells: &'c [Cell<'a>]) -> Option<&'c Cell<'a>> {
+        let own = cells.iter().filter(|cell| cell.is_beside(self) && cell.first.method.is_some_and(Method::is_own));
+        own.min_by(|one, other| one.p99().total_cmp(&other.p99()))
+    }
+
+    /// The other cell without an upload limit, if this one has one.
+    pub(super) fn unlimited<'c, 'a>(&self, cells: &'c [Cell<'a>]) -> Option<&'c Cell<'a>> {
+        let method = self.first.method.and_then(Method::unlimited)?;
+        cells.iter().find(|cell| cell.is_beside(self) && cell.first.method == Some(method))
+    }
+
+    /// The median of the 99th percentiles.
+    pub(super) fn p99(&self) -> f64 {
+        self.median(|point| point.felt.p99)
+    }
+
+    /// The 99th percentile beside that of the server's own best; empty without one.
+    pub(super) fn ratio(&self, cells: &[Cell<'_>]) -> String {
+        self.best_own(cells).map_or(String::new(), |own| format!("{:.2}", self.p99() / own.p99()))
+    }
+}
+
+/// All cells of these runs, by server, network, clients, number of replicas, method.
+pub(super) fn cells<'a>(runs: &[&'a Kept<feel::Point>]) -> Vec<Cell<'a>> {
+    let mut all: Vec<Cell<'a>> = Vec::new();
+    for kept in runs {
+        let mut cells: Vec<Cell<'a>> = Vec::new();
+        for point in &kept.points {
+            match cells.iter_mut().find(|cell| cell_key(cell.first) == cell_key(point)) {
+                Some(cell) => cell.points.push(point),
+                None => cells.push(Cell { label: &kept.label, first: point, points: vec![point] }),
+            }
+        }
+        all.extend(cells);
+    }
+    let place = |method: Option<Method>| method.and_then(|method| order().position(|other| other == method));
+    all.sort_by_key(|cell| {
+        let point = cell.first;
+        (&point.server, &point.network, cell.label, &point.clients, point.bytes, point.replicas, place(point.method))
+    });
+    all
+}
+
+type CellKey<'a> = (&'a str, &'a str, &'a str, u64, u64, usize, Option<Method>);
+
+fn cell_key(point: &feel::Point) -> CellKey<'_> {
+    let feel::Point { server, network, clients, bytes, asked, replicas, method, .. } = point;
+    (server, network, clients, *bytes, *asked, *replicas, *method)
+}
+
+/// The tables of `feel`.
+pub fn felt(runs: &[&Kept<feel::Point>]) -> String {
+    let mut out = String::from(FEEL_EXPLAINED);
+    let mut title = String::new();
+    let cells = cells(runs);
+    for cell in &cells {
+        let feel::Point { server, network, clients, bytes, asked, method, replicas, .. } = cell.first;
+        let mib = *bytes as f64 / f64::from(1 << 20);
+        let label = if cell.label.is_empty() { String::new() } else { format!(", run {}", cell.label) };
+        let this =
+            format!("{server}, {network}, {mib:.0} MiB, {clients} clients sending {asked} commands a second{label}");
+        if title != this {
+            let _ = writeln!(out, "\n### {this}\n\n{FEEL_HEAD}");
+            title = this;
+        }
+        let _ = writeln!(
+            out,
+            "| {replicas} | {} | {:.2} | {:.0} | {:.2} | {:.2} | {} | {:.2} | {:.1} | {} | {} |",
+            name_of(*method),
+            cell.median(|point| point.seconds),
+            cell.median(|point| point.felt.per_second),
+            cell.median(|point| point.felt.p50),
+            cell.p99(),
+            Some(cell.ratio(&cells)).filter(|ratio| !ratio.is_empty()).unwrap_or("–".into()),
+            cell.median(|point| point.felt.p999),
+            cell.median(|point| point.felt.most),
+            Spread::of(cell.points.iter().filter_map(|point| Some(point.source_memory? as f64 / f64::from(1 << 20))))
+                .map_or("–".to_owned(), |spread| format!("{:.0}", spread.median)),
+            memory_of_each(cell.points.iter().map(|point| &point.agent_memory)),
+        );
+    }
+    out
+}
+
+const FEEL_EXPLAINED: &str = "\
+GETs, and one SET in ten commands, of 1 KiB at a steady rate, from before the first replica began until the last had caught up; medians
+over the rounds. A command that was due while the previous one was unanswered counts from when it was due. *ratio*: of the 99th percentile, to
+that of the server's own method with the least one at the same N. *MiB*: peak memory of the source agent and of each replica agent (in the round in which they had most together; –: not recorded).
 ";
 
-const CONVERSATIONS_HEAD: &str = "\
-| N | join s | receiving: reports/s | CPU s/s | staying: reports/s | CPU s/s | descriptors | threads | peak MiB | KiB each | status ms | alone s | beside receiving | beside staying | leave s | equal |
-|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|";
+const FEEL_HEAD: &str = "\
+| N | while | sync s | answered/s | p50 ms | p99 ms | ratio | p99.9 ms | most ms | source MiB | replica agents MiB |
+|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|";
 
 #[cfg(test)]
 pub(super) mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::suite::feel::ClientLatency;
 
     pub(in super::super) fn point(
         method: Method,
@@ -421,7 +392,7 @@ pub(super) mod tests {
     pub(in super::super) fn kept(points: Vec<syncs::Point>) -> Kept<syncs::Point> {
         let mut kept = Kept::begin("sync", None);
         kept.points = points;
-        kept.links = vec![crate::suite::network::Link { network: "1 Gb/s".into(), bytes_per_second: 120e6 }];
+        kept.links = vec![crate::suite::Link { network: "1 Gb/s".into(), bytes_per_second: 120e6 }];
         kept
     }
 
@@ -461,10 +432,45 @@ pub(super) mod tests {
         assert!(sync(&[&kept(vec![wrong])], &[], Path::new("")).contains("**NO**"));
     }
 
+    fn felt_point(method: Option<Method>, p99: f64) -> feel::Point {
+        feel::Point {
+            server: "Valkey 9.1".into(),
+            network: "1 Gb/s".into(),
+            bytes: 1 << 30,
+            clients: "far".into(),
+            asked: 2000,
+            method,
+            replicas: if method.is_some() { 3 } else { 0 },
+            round: 0,
+            seconds: 9.0,
+            felt: ClientLatency { p99, ..ClientLatency::default() },
+            source_memory: None,
+            agent_memory: Vec::new(),
+            equal: None,
+        }
+    }
+
     #[test]
-    fn the_slope_of_a_line_is_found() {
-        let (slope, start) = line_through(&[(1.0, 3.0), (2.0, 5.0), (4.0, 9.0)]).unwrap();
-        assert!((slope - 2.0).abs() < 1e-9 && (start - 1.0).abs() < 1e-9);
-        assert_eq!(line_through(&[(1.0, 3.0), (1.0, 4.0)]), None);
+    fn what_clients_wait_is_compared_with_the_servers_own_best_of_the_same_run() {
+        let mut kept = Kept::begin("feel", Some("polite"));
+        kept.points = vec![
+            felt_point(None, 0.1),
+            felt_point(Some(Method::OwnBest), 4.0),
+            felt_point(Some(Method::OwnTogether), 5.0),
+            felt_point(Some(Method::RemoraTcp), 8.0),
+            felt_point(Some(Method::RemoraTcpAuto), 1.0),
+        ];
+        let mut other = Kept::begin("feel", None);
+        other.points = vec![felt_point(Some(Method::OwnBest), 1.0)];
+        let runs = [&other, &kept];
+        let cells = cells(&runs);
+        let auto = cells.iter().find(|cell| cell.first.method == Some(Method::RemoraTcpAuto)).unwrap();
+        assert_eq!(auto.ratio(&cells), "0.25");
+        assert_eq!(auto.unlimited(&cells).unwrap().p99(), 8.0);
+        let table = felt(&runs);
+        let line = |name: &str| table.lines().rfind(|line| line.contains(name)).unwrap();
+        assert!(line("Remora tcp, best, upload auto").contains("| 1.00 | 0.25 |"), "{table}");
+        assert!(line("no sync").contains("| 0.10 | – |"), "{table}");
+        assert!(table.contains("far clients sending 2000 commands a second, run polite"), "{table}");
     }
 }

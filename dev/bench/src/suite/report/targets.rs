@@ -2,44 +2,33 @@
 
 use std::fmt::Write as _;
 
-use super::cells::{Cell, cells};
-use super::tables::{Group, groups};
-use crate::Spread;
+use super::tables::{Cell, Group, cells, groups};
 use crate::suite::{Kept, feel, syncs};
 use crate::sync::Method;
+use crate::{Spread, Target};
 
 /// One target and its ratios.
-struct Target {
+struct Row {
     what: String,
     where_: String,
     ratio: Spread,
-    bound: Bound,
-}
-
-#[derive(Clone, Copy)]
-enum Bound {
-    Most(f64),
-    Least(f64),
+    target: Target,
 }
 
 /// All targets for which these runs have figures, as a table.
 pub(super) fn table(syncs: &[&Kept<syncs::Point>], felt: &[&Kept<feel::Point>]) -> String {
     let mut out =
         String::from("| target | where | bound | reached: median (least–most) | |\n|---|---|---:|---:|---|\n");
-    let mut targets: Vec<Target> =
+    let mut targets: Vec<Row> =
         groups(syncs).iter().filter(|group| group.is_shaped()).flat_map(Group::targets).collect();
     targets.extend(groups(syncs).iter().flat_map(Group::of_sealing));
     targets.extend(groups(syncs).iter().flat_map(Group::of_uploads));
     targets.extend(groups(syncs).iter().flat_map(Group::of_compression));
     targets.extend(of_feeling(&cells(felt)));
-    for Target { what, where_, ratio, bound } in targets {
-        let (words, is_reached) = match bound {
-            Bound::Most(most) => (format!("≤ {most}"), ratio.median <= most),
-            Bound::Least(least) => (format!("≥ {least}"), ratio.median >= least),
-        };
-        let verdict = if is_reached { "reached" } else { "**not reached**" };
+    for Row { what, where_, ratio, target } in targets {
+        let verdict = if target.is_met(Some(ratio)) { "reached" } else { "**not reached**" };
         let Spread { median, low, high } = ratio;
-        let _ = writeln!(out, "| {what} | {where_} | {words} | {median:.3} ({low:.3}–{high:.3}) | {verdict} |");
+        let _ = writeln!(out, "| {what} | {where_} | {target} | {median:.3} ({low:.3}–{high:.3}) | {verdict} |");
     }
     out
 }
@@ -49,31 +38,31 @@ impl Group<'_> {
         self.network != "loopback"
     }
 
-    fn targets(&self) -> Vec<Target> {
+    fn targets(&self) -> Vec<Row> {
         let mut targets = Vec::new();
-        let mut add = |what: String, ratio: Option<Spread>, bound: Bound| {
-            targets.extend(ratio.map(|ratio| Target { what, where_: self.title(), ratio, bound }));
+        let mut add = |what: String, ratio: Option<Spread>, target: Target| {
+            targets.extend(ratio.map(|ratio| Row { what, where_: self.title(), ratio, target }));
         };
         let relay = self.name(Method::RemoraRelay).replace("Remora tcp, ", "");
         for (replicas, most) in FLAT {
             let flat = self.ratio((Method::RemoraRelay, replicas), (Method::RemoraRelay, 1), |point| point.seconds);
-            add(format!("{replicas} replicas against one, with {relay}"), flat, Bound::Most(most));
+            add(format!("{replicas} replicas against one, with {relay}"), flat, Target::most(most));
             let sent = self.spread(Method::RemoraRelay, replicas, |point| point.sent as f64 / point.bytes as f64);
             add(
                 format!("{replicas} replicas with {relay}: bytes out of the host, × data"),
                 sent,
-                Bound::Most(SENT_MOST),
+                Target::most(SENT_MOST),
             );
         }
         let killed = self.ratio((Method::RemoraRelayKilled, 3), (Method::RemoraRelay, 3), |point| point.seconds);
         add(
             format!("3 replicas with {relay}, one killed in the middle, against undisturbed"),
             killed,
-            Bound::Most(KILLED_MOST),
+            Target::most(KILLED_MOST),
         );
         let best = self.best_own(3);
         let against = best.and_then(|best| self.ratio((Method::RemoraRelay, 3), (best, 3), |point| point.seconds));
-        add(format!("3 replicas with {relay} against the server's own best"), against, Bound::Most(OWN_MOST));
+        add(format!("3 replicas with {relay} against the server's own best"), against, Target::most(OWN_MOST));
         // A single replica behaves the same with relay and without; the figures of both count.
         for method in [Method::RemoraTcp, Method::RemoraRelay] {
             let rate = |point: &syncs::Point| point.bytes as f64 / point.transfer;
@@ -81,14 +70,14 @@ impl Group<'_> {
             add(
                 format!("1 replica, {}: share of iperf3's rate while transferring", self.name(method)),
                 share,
-                Bound::Least(LINK_LEAST),
+                Target::least(LINK_LEAST),
             );
         }
         targets
     }
 
     /// Encryption: against the same method without it, and what a further replica costs the source.
-    fn of_sealing(&self) -> Vec<Target> {
+    fn of_sealing(&self) -> Vec<Row> {
         let (sealed, plain) = (Method::RemoraTcpSealed, Method::RemoraTcp);
         let most = if self.is_shaped() { SEALED_MOST } else { SEALED_LOOPBACK_MOST };
         let against = self.against("1 replica, sealed, against plaintext".into(), (sealed, plain), 1, most);
@@ -103,19 +92,19 @@ impl Group<'_> {
             let used = |point: &syncs::Point| Some(point.source_cpu? - point.source_ready_cpu.unwrap_or_default());
             Some((used(many)? - used(one)?) / gibibytes)
         });
-        let more = Spread::of(more).map(|ratio| Target {
+        let more = Spread::of(more).map(|ratio| Row {
             what:
                 "processor seconds of the source from when it is ready, for 8 replicas, sealed, with relay, beyond those for one, for each GiB"
                     .into(),
             where_: self.title(),
             ratio,
-            bound: Bound::Most(FURTHER_CPU_MOST),
+            target: Target::most(FURTHER_CPU_MOST),
         });
         against.into_iter().chain(more).collect()
     }
 
     /// What the default upload limit costs where nothing else is sent.
-    fn of_uploads(&self) -> Vec<Target> {
+    fn of_uploads(&self) -> Vec<Row> {
         let (auto, unlimited) = (Method::RemoraRelayAuto, Method::RemoraRelay);
         let against = |replicas| {
             let plural = if replicas == 1 { "" } else { "s" };
@@ -128,7 +117,7 @@ impl Group<'_> {
 
     /// Compression: of records in JSON, which runs with the servers' own compression have, and of values that do not
     /// shrink.
-    fn of_compression(&self) -> Vec<Target> {
+    fn of_compression(&self) -> Vec<Row> {
         let shrinks = self.points.iter().any(|point| point.method == Method::OwnCompressed);
         let (methods, most) = match shrinks {
             true => (&[Method::RemoraRelayLz4, Method::RemoraRelayZstd][..], COMPRESSED_MOST),
@@ -143,9 +132,9 @@ impl Group<'_> {
     }
 
     /// The target that a method takes at most this multiple of another one's time.
-    fn against(&self, what: String, (ours, other): (Method, Method), replicas: usize, most: f64) -> Option<Target> {
+    fn against(&self, what: String, (ours, other): (Method, Method), replicas: usize, most: f64) -> Option<Row> {
         let ratio = self.ratio((ours, replicas), (other, replicas), |point| point.seconds)?;
-        Some(Target { what, where_: self.title(), ratio, bound: Bound::Most(most) })
+        Some(Row { what, where_: self.title(), ratio, target: Target::most(most) })
     }
 
     /// The ratios of the rounds that have both.
@@ -165,7 +154,7 @@ impl Group<'_> {
 
 /// The 99th percentile that clients see while three replicas are made, ours against the best of the server's own
 /// replication.
-fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
+fn of_feeling(cells: &[Cell<'_>]) -> Vec<Row> {
     let is_ours = |cell: &&Cell<'_>| cell.first.replicas == 3 && cell.first.method.is_some_and(Method::is_ours);
     let target = |ours: &Cell<'_>| {
         let best = ours.best_own(cells)?;
@@ -174,11 +163,11 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
         let feel::Point { server, network, clients, .. } = ours.first;
         let method = ours.first.method.map_or("", Method::name);
         let is_auto = ours.first.method.is_some_and(Method::is_upload_auto) && clients == "far";
-        Some(Target {
+        Some(Row {
             what: format!("p99 while 3 replicas sync, {method}, against the best of the server's own methods"),
             where_: format!("{server}, {network}, {clients} clients{}", label(ours)),
             ratio: Spread::of(ratios)?,
-            bound: Bound::Most(if is_auto { FELT_AUTO_MOST } else { FELT_MOST }),
+            target: Target::most(if is_auto { FELT_AUTO_MOST } else { FELT_MOST }),
         })
     };
     let is_far_auto =
@@ -189,11 +178,11 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Target> {
         let ratios = auto.points.iter().filter_map(|point| Some(point.seconds / in_round(point.round)?));
         let feel::Point { server, network, replicas, .. } = auto.first;
         let method = auto.first.method.map_or("", Method::name);
-        Some(Target {
+        Some(Row {
             what: format!("time of {replicas} replicas beside clients, {method}, against no upload limit"),
             where_: format!("{server}, {network}{}", label(auto)),
             ratio: Spread::of(ratios)?,
-            bound: Bound::Most(AUTO_TIME_MOST),
+            target: Target::most(AUTO_TIME_MOST),
         })
     };
     let felt = cells.iter().filter(is_ours).filter_map(target);

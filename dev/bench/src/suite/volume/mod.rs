@@ -1,31 +1,346 @@
 //! `remora-bench volume`: files of a mounted volume with three copies, beside those of other file systems, on one host.
 //!
 //! ```text
-//!   place       a mounted file system in namespaces of its own    dev/bench/rivals/files
+//!   Place       a mounted file system in namespaces of its own     dev/bench/rivals/files
 //!      ▲  fio, redis-server
-//!   files       one cell of the matrix, by fio                     cases::Cell
-//!   set         SETs of a Redis with `appendfsync always` there    cases::Case
-//!   connections what a new connection costs, by TCP and RDMA
-//!      │
-//!   run         every case with every subject in turn, round by round ──▶ Kept
-//!   tables      Markdown; goals: what must be reached; findings: which findings of `seeds` hold here
+//!   run         a cell of the matrix, by fio; SETs of a Redis with `appendfsync always` there; new connections;
+//!      │        every case with every subject in turn, round by round ──▶ Kept
+//!   cases       what is measured, what others have published of it, and what must be reached
+//!   tables      Markdown
 //! ```
 //!
-//! The cells are those of the measurement that the project was asked to stand beside ([`seeds`]), and eight jobs.
+//! The cells are those of the measurement that the project was asked to stand beside ([`cases::published`]), and eight
+//! jobs. Here: the command line, a place, and the floor of all file systems by our FUSE.
 
 pub mod cases;
-pub mod connections;
-pub mod files;
-pub mod findings;
-pub mod goals;
-pub mod memory_files;
-pub mod options;
-pub mod place;
 pub mod run;
-pub mod seeds;
-pub mod set;
 pub mod tables;
 
+use std::ffi::OsStr;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{ChildStderr, ChildStdout, Command, Stdio};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use clap::ValueEnum;
+use remora_fuse::memory::MemoryFileSystem;
+use remora_fuse::{Session, SessionOptions};
+use remora_lab::process::Process;
+use remora_lab::scratch;
+use tempfile::TempDir;
+
+use crate::suite::minutes;
+use crate::sync::Result;
+use cases::{Case, Cell, Pattern, Subject};
+
 pub use cases::Point;
-pub use options::Options;
 pub use run::run;
+
+// The command line.
+
+/// The subcommand's name, and that of its kept runs.
+pub const NAME: &str = "volume";
+
+/// Command-line arguments.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Options {
+    /// Rounds; figures are medians over them. Each measures every case of every subject in turn.
+    #[arg(long, default_value_t = 3)]
+    pub rounds: usize,
+    /// Time limit in minutes. What does not fit is left out, cases without a target first, and the kept run lists it.
+    #[arg(long, value_parser = minutes)]
+    pub budget_minutes: Option<f64>,
+    /// What to measure.
+    #[arg(long, value_delimiter = ',', default_value = "set,files,connections")]
+    pub parts: Vec<Part>,
+    /// File systems to measure.
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "remora-tcp,remora-shm,gluster,moosefs,bindfs,nbdfuse,memory,disk"
+    )]
+    pub subjects: Vec<Subject>,
+    /// Files: past the kernel's page cache (1), or by it (0).
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u8).range(0..=1), default_value = "1,0")]
+    pub direct: Vec<u8>,
+    /// Files: what fio does.
+    #[arg(long, value_delimiter = ',', default_value = "write,randwrite,read,randread")]
+    pub patterns: Vec<Pattern>,
+    /// Files: KiB of a request.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u64).range(1..=16384), default_value = "4,64,128,1024")]
+    pub blocks_kib: Vec<u64>,
+    /// Files: threads, each with a file of its own.
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=64), default_value = "1,8,32")]
+    pub jobs: Vec<u32>,
+    /// Only cases that have a target.
+    #[arg(long)]
+    pub goals_only: bool,
+    /// Milliseconds for each measurement, at most. Writes to the page cache take longer, by the `fsync` at their end.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(50..=600_000), default_value_t = 1000)]
+    pub millis: u64,
+    /// MiB of the files of one cell, all jobs together. Default: what half of the free memory has room for, 32 to 1024.
+    #[arg(long, value_parser = clap::value_parser!(u64).range(16..=65_536))]
+    pub mib: Option<u64>,
+    /// How the kernel asks Remora, and the floor of FUSE, for files. By io_uring it needs Linux 6.14; it is allowed for
+    /// the time of the run.
+    #[arg(long, default_value = "ring")]
+    pub transport: Transport,
+    /// Run the same, with these options, in an emulated machine (dev/lab/rdma-vm) that has RDMA devices: subjects
+    /// `emulated-rdma` and `emulated-tcp`, `--transport device`.
+    #[arg(long)]
+    pub emulated: bool,
+    /// Connections: leave out those by RDMA, which need an emulated machine (dev/lab/rdma-vm) and half a minute.
+    #[arg(long)]
+    pub no_rdma: bool,
+    /// Keep the run in a new folder below this one.
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+    /// A label at the end of that folder's name, for runs that are shown beside each other.
+    #[arg(long)]
+    pub label: Option<String>,
+}
+
+/// A part of the measurements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    /// SETs of a Redis server with `appendfsync always`.
+    Set,
+    /// Reads and writes by fio.
+    Files,
+    /// New connections.
+    Connections,
+}
+
+impl Options {
+    fn has(&self, part: Part) -> bool {
+        self.parts.contains(&part)
+    }
+
+    /// What is measured of mounted file systems, what has a target first.
+    fn cases(&self) -> Vec<Case> {
+        let mut cases = Vec::new();
+        if self.has(Part::Set) {
+            cases.extend([Case::OneClient, Case::ManyClients]);
+        }
+        if self.has(Part::Files) {
+            for direct in self.direct.iter().map(|direct| *direct == 1) {
+                for &jobs in &self.jobs {
+                    for block in self.blocks_kib.iter().map(|kib| kib << 10) {
+                        let cell = |&pattern| Case::Files(Cell { direct, pattern, block, jobs });
+                        cases.extend(self.patterns.iter().map(cell));
+                    }
+                }
+            }
+        }
+        let (first, rest): (Vec<Case>, Vec<Case>) = cases.into_iter().partition(|case| cases::concern(*case));
+        if self.goals_only { first } else { first.into_iter().chain(rest).collect() }
+    }
+
+    /// Megabytes of the files of one cell.
+    fn file_mib(&self, available: u64) -> u64 {
+        let most_jobs = u64::from(self.jobs.iter().copied().max().unwrap_or(1));
+        let copies: u64 = self.subjects.iter().map(|subject| subject.copies()).sum();
+        // Each number of jobs has files of its own.
+        let files = (self.jobs.len() as u64 * copies.max(1)).max(1);
+        let mib = self.mib.unwrap_or_else(|| ((available >> 20) / 2 / files).clamp(32, 1024));
+        (mib / most_jobs).max(1) * most_jobs
+    }
+}
+
+// A mounted file system in namespaces of its own: see `dev/bench/rivals/files`.
+
+/// A mounted file system. Dropping it ends all of its processes, and removes its mounts and folders.
+#[derive(Debug)]
+pub struct Place {
+    process: Process,
+    /// The first process of its namespaces.
+    first: u32,
+    path: PathBuf,
+    _folder: TempDir,
+}
+
+impl Place {
+    /// Mounts it, with room for files of `mib` megabytes, and waits until it is there. `settings` are the variables
+    /// that the script has for it.
+    ///
+    /// # Errors
+    /// A program of it is missing, or it cannot be mounted; the script has said more on standard error.
+    pub fn start(subject: Subject, mib: u64, settings: &[(&str, &OsStr)]) -> Result<Place> {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("rivals/files");
+        let what = &subject.word();
+        let folder = scratch::folder(what)?;
+        let mut command = Command::new("unshare");
+        if !subject.is_emulated() {
+            command.arg("--net"); // Soft-RoCE devices belong to the machine's first network
+        }
+        command.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]).arg(script);
+        command.args([what, &mib.to_string()]).arg(folder.path()).envs(settings.iter().copied());
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let (mut process, pipes) = Process::start(what, command)?;
+        let line = first_line(pipes.stdout);
+        let Some(path) = line.trim().strip_prefix("ready ").map(PathBuf::from) else {
+            process.kill()?;
+            return Err(last_line(pipes.stderr).into());
+        };
+        drain(pipes.stderr);
+        let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", process.pid()))?;
+        let first = children.split_whitespace().next().ok_or("it has ended")?.parse()?;
+        Ok(Place { process, first, path, _folder: folder })
+    }
+
+    /// The directory of its files, or its only file, for processes that [`Place::command`] starts.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A command there, as a process of this one.
+    pub fn command(&self, program: &str) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["--target", &self.first.to_string(), "--mount", "--root", "--net"]).arg(program);
+        command
+    }
+
+    /// A command there whose process belongs to it: [`Place::cpu_seconds`] counts it while it runs.
+    pub fn server(&self, program: &str) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["--target", &self.first.to_string(), "--mount", "--root", "--net", "--pid"]).arg(program);
+        command
+    }
+
+    /// Processor seconds of its processes so far: servers, and the mount.
+    ///
+    /// # Errors
+    /// `/proc` cannot be read.
+    pub fn cpu_seconds(&self) -> Result<f64> {
+        let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
+        let own = namespace(&self.first.to_string());
+        let mut seconds = self.process.cpu_seconds()?;
+        for entry in fs::read_dir("/proc")? {
+            let name = entry?.file_name();
+            let pid = name.to_string_lossy();
+            if pid.parse::<u32>().is_ok() && own.is_some() && namespace(&pid) == own {
+                // One that ends meanwhile is left out.
+                seconds += remora_lab::process::cpu_seconds(pid.parse()?).unwrap_or_default();
+            }
+        }
+        Ok(seconds)
+    }
+}
+
+/// The line that says that it is mounted; empty if it has ended, or is not mounted in time.
+fn first_line(stdout: Option<ChildStdout>) -> String {
+    let (said, line) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        let _ = stdout.map(|stdout| BufReader::new(stdout).read_line(&mut line)); // an error is no line
+        let _ = said.send(line); // the other end may have given up
+    });
+    line.recv_timeout(START_LIMIT).unwrap_or_default()
+}
+
+/// What a place that is not mounted said last.
+fn last_line(stderr: Option<ChildStderr>) -> String {
+    let lines = stderr.map(|stderr| BufReader::new(stderr).lines().map_while(std::io::Result::ok));
+    lines.and_then(|lines| lines.filter(|line| !line.trim().is_empty()).last()).unwrap_or("it was not mounted".into())
+}
+
+/// Reads what servers say until they end: a full pipe would stop them.
+fn drain(stderr: Option<ChildStderr>) {
+    if let Some(mut stderr) = stderr {
+        std::thread::spawn(move || std::io::copy(&mut stderr, &mut std::io::sink()));
+    }
+}
+
+/// Until it is mounted, on a busy machine that emulates another one.
+const START_LIMIT: Duration = Duration::from_secs(300);
+
+// `remora-bench memory-files`: the floor of all file systems by our FUSE, whose files are in this process's memory.
+
+/// Command-line arguments.
+#[derive(Clone, Debug, clap::Args)]
+pub struct MemoryOptions {
+    /// The directory at which the files appear.
+    pub directory: PathBuf,
+    /// How the kernel asks.
+    #[arg(default_value = "ring")]
+    pub transport: Transport,
+}
+
+/// How the kernel asks for files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Transport {
+    /// By io_uring.
+    Ring,
+    /// By /dev/fuse.
+    Device,
+}
+
+impl Transport {
+    /// Its word on the command line.
+    pub fn word(self) -> &'static str {
+        match self {
+            Transport::Ring => "ring",
+            Transport::Device => "device",
+        }
+    }
+}
+
+/// Serves the files until they are unmounted, with the same settings as `remora volume mount`.
+///
+/// # Errors
+/// It cannot be mounted.
+pub fn serve_memory(options: &MemoryOptions) -> Result<bool> {
+    let session = SessionOptions {
+        ring: options.transport == Transport::Ring,
+        write_back: false,
+        lists_attributes: true,
+        ..SessionOptions::default()
+    };
+    let session = Session::start(&options.directory, Arc::new(MemoryFileSystem::new(VALID)), &session)?;
+    while !session.wait(LOOK_AGAIN) {}
+    session.end()?;
+    Ok(true)
+}
+
+/// For how long the kernel uses what it was told. No other process changes these files.
+const VALID: Duration = Duration::from_secs(60);
+
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Cli {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    fn options(typed: &[&str]) -> Options {
+        Cli::try_parse_from(["volume"].iter().chain(typed)).unwrap().options
+    }
+
+    #[test]
+    fn every_cell_is_measured_and_those_with_a_target_first() {
+        let cases = options(&[]).cases();
+        assert_eq!(cases.len(), 2 + 2 * 4 * 4 * 3);
+        let without = cases.iter().position(|case| !cases::concern(*case)).unwrap();
+        assert!(cases[without..].iter().all(|case| !cases::concern(*case)));
+        assert_eq!(options(&["--goals-only"]).cases().len(), without);
+    }
+
+    #[test]
+    fn files_fit_into_half_of_the_memory_and_every_job_has_as_much() {
+        let three = options(&["--subjects", "remora-tcp,bindfs", "--jobs", "1,8,32"]);
+        assert_eq!(three.file_mib(6 << 30), 256);
+        assert_eq!(three.file_mib(0), 32);
+        assert_eq!(options(&["--mib", "50", "--jobs", "8"]).file_mib(0), 48);
+    }
+}

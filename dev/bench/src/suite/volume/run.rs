@@ -1,18 +1,26 @@
 //! A run: every case with every subject in turn, round by round.
 
 use std::ffi::OsStr;
-use std::time::Duration;
+use std::net::IpAddr;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
 
-use remora_lab::RdmaVm;
+use bytes::Bytes;
+use remora_lab::process::Process;
 use remora_lab::ring_allowed::RingAllowed;
+use remora_lab::{RdmaVm, scratch};
+use remora_messenger::{
+    Address, Connection, Delivery, Dispatcher, Message, Messenger, Options as MessengerOptions, Policy,
+};
+use serde_json::Value;
 
-use super::cases::{Case, Figures, Point, Subject};
-use super::memory_files::Transport;
-use super::options::{NAME, Options, Part};
-use super::place::Place;
-use super::{connections, files, goals, set, tables};
+use super::cases::{CONNECTION, Case, Cell, EMULATED_RDMA, EMULATED_TCP, Figures, MANY_CLIENTS, Point, Subject, TCP};
+use super::{NAME, Options, Part, Place, Transport, cases, tables};
+use crate::messenger::ours;
 use crate::suite::{Budget, Kept};
 use crate::sync::{Program, Result, available_memory};
+use crate::{cpu, quantile};
 
 /// Runs the subcommand. Returns whether every target was met for which there are figures, and nothing has failed.
 ///
@@ -37,7 +45,7 @@ pub fn run(options: &Options) -> Result<bool> {
     }
     bench.kept.keep(options.out.as_deref(), &tables::tables(&[&bench.kept]))?;
     print!("{}", tables::tables(&[&bench.kept]));
-    Ok(bench.is_well && goals::are_kept(Figures(&bench.kept.points)))
+    Ok(bench.is_well && cases::are_kept(Figures(&bench.kept.points)))
 }
 
 /// Runs this command in an emulated machine, which keeps the run.
@@ -103,7 +111,7 @@ impl Bench<'_> {
             let name = subject.name();
             let mounted = Place::start(subject, room, &settings).and_then(|place| {
                 if self.options.has(Part::Files) {
-                    files::fill(&place, subject, &self.options.jobs, mib)?;
+                    fill(&place, subject, &self.options.jobs, mib)?;
                 }
                 Ok(place)
             });
@@ -152,10 +160,10 @@ impl Bench<'_> {
             self.kept.keep(self.options.out.as_deref(), &tables::tables(&[&self.kept]))?;
         }
         if self.options.has(Part::Connections) {
-            let by_tcp = connections::tcp(round);
+            let by_tcp = connections_by_tcp(round);
             self.note_or_add("new connections by TCP", by_tcp);
             if RdmaVm::is_here() {
-                let by_rdma = connections::rdma(round);
+                let by_rdma = connections_by_rdma(round);
                 self.note_or_add("new connections by RDMA", by_rdma);
             }
         }
@@ -166,7 +174,7 @@ impl Bench<'_> {
     }
 
     fn emulated(&mut self) {
-        match connections::emulated(self.options.rounds) {
+        match emulated_connections(self.options.rounds) {
             Ok(points) => {
                 self.kept
                     .note("RDMA is Soft-RoCE in an emulated machine: compare it only with TCP in the same machine.");
@@ -204,7 +212,7 @@ fn measure(subject: Subject, place: &Place, case: Case, (round, mib, time): (usi
     };
     Ok(match case {
         Case::Files(cell) => {
-            let measured = files::measure(place, subject, &cell, mib, time)?;
+            let measured = measure_cell(place, subject, &cell, mib, time)?;
             Point {
                 value: measured.megabytes_per_second,
                 operations: measured.operations,
@@ -215,7 +223,7 @@ fn measure(subject: Subject, place: &Place, case: Case, (round, mib, time): (usi
             }
         }
         Case::OneClient | Case::ManyClients => {
-            let measured = set::Server::start(place, &round.to_string())?.measure(case, time)?;
+            let measured = Server::start(place, &round.to_string())?.measure(case, time)?;
             Point {
                 value: if case == Case::OneClient { measured.median_us } else { measured.per_second },
                 operations: measured.operations,
@@ -240,3 +248,360 @@ const EMULATED_TIME: Duration = Duration::from_secs(30 * 60);
 
 /// What a measurement takes besides its time: the start of fio or of a server, and a first look at the rate.
 const BESIDE: Duration = Duration::from_millis(1200);
+
+// One cell of the matrix, by fio, with the command line of [`super::cases::published`].
+
+/// What one run of fio says.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OfFiles {
+    /// 10⁶ bytes a second. With writes to the page cache, the `fsync` at their end is part of the time.
+    pub megabytes_per_second: f64,
+    /// Requests.
+    pub operations: f64,
+    /// The 99th percentile of their time, in µs.
+    pub p99_us: Option<f64>,
+    /// Wall seconds.
+    pub seconds: f64,
+    /// Processor seconds of fio, and of all processes of the place.
+    pub cpu_seconds: f64,
+}
+
+/// Writes the files of these numbers of jobs once, so that no cell pays for memory that is touched for the first
+/// time, and none writes past the end of a file.
+///
+/// # Errors
+/// fio fails.
+pub fn fill(place: &Place, subject: Subject, jobs: &[u32], mib: u64) -> Result<()> {
+    for jobs in jobs {
+        let mut command = fio(place, subject, *jobs, mib);
+        command.args(["--rw=write", "--bs=1m", "--direct=0", "--end_fsync=1"]);
+        report(command)?;
+    }
+    Ok(())
+}
+
+/// Measures one cell for at most so long. Past the page cache the same files are used again and again for that time.
+/// Otherwise each file is read or written once: a second lap would only be one of the page cache. fio drops it before.
+///
+/// # Errors
+/// fio fails, or does not end.
+pub fn measure_cell(place: &Place, subject: Subject, cell: &Cell, mib: u64, time: Duration) -> Result<OfFiles> {
+    let mut command = fio(place, subject, cell.jobs, mib);
+    let word = cell.pattern.word();
+    command.args([
+        format!("--rw={word}"),
+        format!("--bs={}", cell.block),
+        format!("--direct={}", u8::from(cell.direct)),
+    ]);
+    command.arg(format!("--runtime={}ms", time.as_millis()));
+    match (cell.direct, cell.pattern.writes()) {
+        (true, _) => drop(command.arg("--time_based")),
+        (false, true) => drop(command.arg("--end_fsync=1")),
+        (false, false) => {}
+    }
+    let (before, own_before) = (place.cpu_seconds()?, cpu::of_ended_children()?);
+    let said = report(command)?;
+    let own = (cpu::of_ended_children()? - own_before).as_secs_f64();
+    let cpu_seconds = place.cpu_seconds()? - before + own;
+    let measured = read_fio(&said, if cell.pattern.writes() { "write" } else { "read" });
+    let measured = measured.ok_or_else(|| format!("fio printed no figures: {said}"))?;
+    Ok(OfFiles { cpu_seconds, ..measured })
+}
+
+/// fio in that place: as many files as there are jobs, of `mib` megabytes in all.
+fn fio(place: &Place, subject: Subject, jobs: u32, mib: u64) -> Command {
+    let mut command = place.command("timeout");
+    command.args([
+        "--kill-after=5",
+        &FIO_MOST_SECONDS.to_string(),
+        "fio",
+        "-iodepth",
+        "1",
+        "--thread",
+        "--ioengine=libaio",
+    ]);
+    let size = (mib / u64::from(jobs)).max(1);
+    command.arg(format!("--size={size}M")).arg(format!("--numjobs={jobs}"));
+    command.args(["-group_reporting", "-name=testfile10"]);
+    if subject == Subject::Nbdfuse {
+        command.arg(format!("--filename={}", place.path().display())).arg(format!("--offset_increment={size}M"));
+    } else {
+        command.arg(format!("--directory={}", place.path().display()));
+        // For each number of jobs others.
+        command.arg(format!("--filename_format=$jobname.{jobs}.$jobnum"));
+    }
+    command.args(["--fallocate=none", "--randrepeat=0", "--output-format=json"]);
+    command
+}
+
+/// Runs fio, and returns its report.
+fn report(mut command: Command) -> Result<Value> {
+    let output = command.output()?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    match output.status.code() {
+        Some(0) => {}
+        Some(124 | 137) => return Err(format!("fio did not end within {FIO_MOST_SECONDS} s").into()),
+        _ => return Err(format!("fio failed: {}", errors.lines().next().unwrap_or_default()).into()),
+    }
+    let json = said.find('{').map(|at| &said[at..]).ok_or_else(|| format!("fio printed no report: {errors}"))?;
+    Ok(serde_json::from_str(json)?)
+}
+
+fn read_fio(said: &Value, direction: &str) -> Option<OfFiles> {
+    let figures = &said["jobs"][0][direction];
+    let number = |name: &str| figures[name].as_f64().filter(|number| *number > 0.0);
+    Some(OfFiles {
+        megabytes_per_second: number("bw_bytes")? / 1e6,
+        operations: number("total_ios")?,
+        p99_us: figures["clat_ns"]["percentile"]["99.000000"].as_f64().map(|nanos| nanos / 1e3),
+        seconds: number("runtime")? / 1e3,
+        cpu_seconds: 0.0,
+    })
+}
+
+/// Until fio has ended, with what it must write at the end. A rival that hangs must not stop the run.
+const FIO_MOST_SECONDS: u32 = 60;
+
+// SETs of a Redis server whose append-only file is in that place, with `appendfsync always`, by redis-benchmark.
+
+/// What one run of redis-benchmark says.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OfSets {
+    /// SETs a second.
+    pub per_second: f64,
+    /// The median of what a client waits, in µs.
+    pub median_us: f64,
+    /// The 99th percentile.
+    pub p99_us: f64,
+    /// SETs.
+    pub operations: f64,
+    /// Processor seconds of server, client and all processes of the place.
+    pub cpu_seconds: f64,
+}
+
+/// A Redis server with its files in a directory of its own there. Dropping it kills it and removes the directory.
+pub struct Server<'a> {
+    place: &'a Place,
+    process: Option<Process>,
+    folder: String,
+}
+
+impl<'a> Server<'a> {
+    /// Starts one, and waits until it answers.
+    ///
+    /// # Errors
+    /// It cannot be started, or does not answer.
+    pub fn start(place: &'a Place, name: &str) -> Result<Server<'a>> {
+        let folder = place.path().join(format!("redis-{name}")).display().to_string();
+        let made = place.command("mkdir").arg(&folder).output()?;
+        if !made.status.success() {
+            return Err(String::from_utf8_lossy(&made.stderr).trim().to_owned().into());
+        }
+        let mut command = place.server("redis-server");
+        command.args(["--port", PORT, "--bind", "127.0.0.1", "--save", "", "--dir", &folder, "--daemonize", "no"]);
+        command.args(["--appendonly", "yes", "--appendfsync", "always", "--auto-aof-rewrite-percentage", "0"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let (process, _) = Process::start("redis-server", command)?;
+        let mut server = Server { place, process: Some(process), folder };
+        let until = Instant::now() + START_LIMIT;
+        while !server.answers()? {
+            let is_over = server.process.as_mut().map(Process::ended).transpose()?.flatten().is_some();
+            if is_over || Instant::now() > until {
+                return Err("its Redis server does not answer".into());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(server)
+    }
+
+    fn answers(&self) -> Result<bool> {
+        let said = self.place.command("redis-cli").args(["-p", PORT, "ping"]).output()?;
+        Ok(said.stdout.starts_with(b"PONG"))
+    }
+
+    /// Measures for about so long.
+    ///
+    /// # Errors
+    /// redis-benchmark fails, or says something else.
+    pub fn measure(&self, case: Case, time: Duration) -> Result<OfSets> {
+        let clients = if case == Case::ManyClients { MANY_CLIENTS } else { 1 };
+        let first = self.run(clients, FIRST_SETS * u64::from(clients))?;
+        let sets = (first.per_second * time.as_secs_f64()) as u64;
+        let (before, own_before) = (self.place.cpu_seconds()?, cpu::of_ended_children()?);
+        let measured = self.run(clients, sets.max(FIRST_SETS * u64::from(clients)))?;
+        let own = (cpu::of_ended_children()? - own_before).as_secs_f64();
+        Ok(OfSets { cpu_seconds: self.place.cpu_seconds()? - before + own, ..measured })
+    }
+
+    fn run(&self, clients: u32, sets: u64) -> Result<OfSets> {
+        let mut command: Command = self.place.command("timeout");
+        command.args([
+            BENCHMARK_MOST_SECONDS,
+            "redis-benchmark",
+            "-p",
+            PORT,
+            "-t",
+            "set",
+            "-d",
+            "64",
+            "--csv",
+            "--precision",
+            "3",
+        ]);
+        let ran = command.args(["-c", &clients.to_string(), "-n", &sets.to_string()]).output()?;
+        let said = String::from_utf8_lossy(&ran.stdout);
+        let measured = read_sets(&said).map(|measured| OfSets { operations: sets as f64, ..measured });
+        measured
+            .ok_or_else(|| format!("redis-benchmark said {said:?}, {}", String::from_utf8_lossy(&ran.stderr)).into())
+    }
+}
+
+impl Drop for Server<'_> {
+    fn drop(&mut self) {
+        self.process = None;
+        let _ = self.place.command("rm").args(["-rf", &self.folder]).output(); // the place is removed at the end
+    }
+}
+
+/// `"SET","rps","avg","min","p50","p95","p99","max"`, times in milliseconds.
+fn read_sets(csv: &str) -> Option<OfSets> {
+    let line = csv.lines().find(|line| line.starts_with("\"SET\""))?;
+    let fields: Vec<f64> = line.split(',').skip(1).filter_map(|field| field.trim_matches('"').parse().ok()).collect();
+    let [per_second, _, _, median, _, p99, _] = fields[..] else { return None };
+    Some(OfSets { per_second, median_us: median * 1e3, p99_us: p99 * 1e3, operations: 0.0, cpu_seconds: 0.0 })
+}
+
+/// In the place's own network.
+const PORT: &str = "6379";
+
+/// SETs of each client by which the rate is found.
+const FIRST_SETS: u64 = 50;
+
+/// Until redis-benchmark is given up.
+const BENCHMARK_MOST_SECONDS: &str = "60";
+
+/// Until a server answers, on a busy machine.
+const START_LIMIT: Duration = Duration::from_secs(20);
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+// What a new connection costs: from the wish to connect until the first answer, one after the other.
+
+/// Opens connections from this process to itself, by TCP, for one round.
+///
+/// # Errors
+/// A connection is not answered.
+pub fn connections_by_tcp(round: usize) -> Result<Point> {
+    let ip = RdmaVm::is_here().then(|| RdmaVm::address(1));
+    let address = format!("tcp:{}:0", ip.map_or("127.0.0.1".to_owned(), |ip| ip.to_string()));
+    measure_connection(if ip.is_some() { EMULATED_TCP } else { TCP }, round, &address, None)
+}
+
+/// The same by RDMA, between two devices.
+///
+/// # Errors
+/// A connection is not answered.
+pub fn connections_by_rdma(round: usize) -> Result<Point> {
+    measure_connection(EMULATED_RDMA, round, &format!("rdma:{}:0", RdmaVm::address(1)), Some(RdmaVm::address(0).into()))
+}
+
+/// The same by TCP and by RDMA in an emulated machine.
+///
+/// # Errors
+/// There is no such machine, or it fails.
+pub fn emulated_connections(rounds: usize) -> Result<Vec<Point>> {
+    let folder = scratch::folder("connections")?;
+    let machine = RdmaVm::ready()?.nodes(2).limit(CONNECTIONS_TIME).writable(folder.path());
+    let program = std::env::current_exe()?.to_string_lossy().into_owned();
+    let (rounds, out) = (rounds.to_string(), folder.path().display().to_string());
+    let ran = machine.run(&[&program, "volume", "--parts", "connections", "--rounds", &rounds, "--out", &out])?;
+    let kept = crate::suite::kept::newest::<Point>(folder.path(), NAME)?;
+    let said = String::from_utf8_lossy(&ran.stderr);
+    let (_, Kept { points, .. }) = kept.into_iter().next().ok_or_else(|| said.trim().to_owned())?;
+    Ok(points)
+}
+
+fn measure_connection(subject: &str, round: usize, address: &str, device: Option<IpAddr>) -> Result<Point> {
+    let mut options = MessengerOptions::default();
+    let (_server, address) = ours::listen(&address.parse()?, ANSWER_BYTES, &options)?;
+    options.rdma.local = device;
+    let (said, answers) = mpsc::channel();
+    let client = Messenger::new(Policy::lossy_client(), &options, Arc::new(Client(Mutex::new(said))))?;
+    let first = connect(&client, &address, &answers)?;
+    let (began, before) = (Instant::now(), cpu::of_self()?);
+    let times = (0..CONNECTIONS).map(|_| connect(&client, &address, &answers)).collect::<Result<Vec<f64>>>()?;
+    let cpu_seconds = (cpu::of_self()? - before).as_secs_f64();
+    let seconds = began.elapsed().as_secs_f64();
+    let mut sorted = times;
+    sorted.sort_by(f64::total_cmp);
+    let value = quantile(&sorted, 0.5).unwrap_or(first);
+    Ok(Point {
+        subject: subject.to_owned(),
+        case: CONNECTION.to_owned(),
+        round,
+        value,
+        unit: "µs".to_owned(),
+        operations: CONNECTIONS as f64,
+        p99_us: quantile(&sorted, 0.99),
+        seconds,
+        cpu_seconds,
+    })
+}
+
+/// Connects, asks once, and closes. Returns µs until the answer.
+fn connect(client: &Messenger, address: &Address, answers: &mpsc::Receiver<()>) -> Result<f64> {
+    let began = Instant::now();
+    let connection = client.connect(address);
+    answers.recv_timeout(ANSWER_LIMIT).map_err(|_| format!("a new connection to {address} got no answer"))?;
+    let took = began.elapsed();
+    connection.close();
+    Ok(took.as_secs_f64() * 1e6)
+}
+
+/// Asks as soon as a connection is there.
+struct Client(Mutex<mpsc::Sender<()>>);
+
+impl Dispatcher for Client {
+    fn connected(&self, connection: &Connection) {
+        let _ = connection.send(Message::new(1, 0, Bytes::new())); // the one who waits is told by its limit
+    }
+
+    fn message(&self, _connection: &Connection, _delivery: Delivery) {
+        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).send(());
+    }
+}
+
+/// Of one round. A session of a server without answers to keep is forgotten with its connection.
+const CONNECTIONS: usize = 100;
+
+const ANSWER_BYTES: usize = 64;
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// Time limit for booting an emulated machine and measuring in it.
+const CONNECTIONS_TIME: Duration = Duration::from_secs(240);
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn figures_are_of_the_direction_that_was_asked_for() {
+        let said = r#"{"jobs": [{"read": {"bw_bytes": 0}, "write": {"bw_bytes": 2000000, "total_ios": 20,
+            "runtime": 500, "clat_ns": {"percentile": {"99.000000": 7500}}}}]}"#;
+        let said: Value = serde_json::from_str(said).unwrap();
+        let measured = read_fio(&said, "write").unwrap();
+        assert_eq!((measured.megabytes_per_second, measured.seconds, measured.p99_us), (2.0, 0.5, Some(7.5)));
+        assert_eq!(read_fio(&said, "read"), None);
+    }
+
+    #[test]
+    fn the_median_and_the_rate_are_read() {
+        let csv = "\"test\",\"rps\",\"avg_latency_ms\",\"min_latency_ms\",\"p50_latency_ms\",\"p95_latency_ms\",\
+                   \"p99_latency_ms\",\"max_latency_ms\"\n\"SET\",\"8333.33\",\"0.110\",\"0.080\",\"0.103\",\"0.151\",\"0.215\",\"0.999\"\n";
+        let measured = read_sets(csv).unwrap();
+        assert_eq!((measured.per_second, measured.median_us, measured.p99_us), (8333.33, 103.0, 215.0));
+        assert_eq!(read_sets("\"SET\",\"1\""), None);
+    }
+}

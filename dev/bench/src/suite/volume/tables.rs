@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 
 use clap::ValueEnum;
 
-use super::cases::{Case, Cell, Figures, Pattern, Point, Subject};
-use super::{connections, findings, goals, seeds};
+use super::cases::{
+    self, BLOCKS_KIB, CONNECTION, Case, Cell, EMULATED_RDMA, EMULATED_TCP, Figures, Pattern, Point, Subject, TCP,
+};
 use crate::suite::Kept;
 use crate::{Spread, bytes};
 
@@ -18,8 +19,7 @@ pub fn tables(runs: &[&Kept<Point>]) -> String {
         }
         let figures = Figures(&kept.points);
         for (title, text) in [
-            ("Targets", goals::table(figures)),
-            ("Their findings", findings::text(figures)),
+            ("Targets", cases::table(figures)),
             ("Redis, `appendfsync always`", sets(figures)),
             ("New connections", of_connections(figures)),
         ] {
@@ -62,9 +62,9 @@ fn sets(figures: Figures<'_>) -> String {
 fn of_connections(figures: Figures<'_>) -> String {
     let mut out =
         String::from("| by | µs until the first answer | p99 µs | CPU µs of both ends |\n|---|---:|---:|---:|\n");
-    for subject in [connections::TCP, connections::EMULATED_TCP, connections::EMULATED_RDMA] {
-        let of = || figures.of(subject, connections::CASE);
-        let Some(spread) = figures.spread(subject, connections::CASE) else { continue };
+    for subject in [TCP, EMULATED_TCP, EMULATED_RDMA] {
+        let of = || figures.of(subject, CONNECTION);
+        let Some(spread) = figures.spread(subject, CONNECTION) else { continue };
         let each = Spread::of(of().map(|point| 1e6 * point.cpu_seconds / point.operations));
         let p99 = Spread::of(of().filter_map(|point| point.p99_us));
         let _ = writeln!(out, "| {subject} | {} | {} | {} |", range(Some(spread)), median(p99), median(each));
@@ -84,7 +84,7 @@ struct Group {
 fn files(out: &mut String, figures: Figures<'_>, &Group { emulated, direct, jobs }: &Group) {
     let mut cells = Vec::new();
     for pattern in Pattern::value_variants().iter().copied() {
-        let blocks = seeds::BLOCKS_KIB.map(|kib| Cell { direct, pattern, block: kib << 10, jobs });
+        let blocks = BLOCKS_KIB.map(|kib| Cell { direct, pattern, block: kib << 10, jobs });
         let is_measured = |cell: &Cell| {
             let case = Case::Files(*cell).to_string();
             figures.0.iter().any(|point| point.case == case)
@@ -109,7 +109,7 @@ fn files(out: &mut String, figures: Figures<'_>, &Group { emulated, direct, jobs
         "\n**{jobs} {threads}, {how}: MB/s**\n\n| | CubeFS RDMA | CubeFS TCP | {heads} |\n|---|---:|---:|{line}"
     );
     for (cell, name) in cells.iter().zip(&names) {
-        let (rdma, tcp) = seeds::of(cell).unzip();
+        let (rdma, tcp) = cases::published(cell).unzip();
         let published = |figure: Option<f64>| figure.map_or("–".to_owned(), |figure| figure.to_string());
         let ours = subjects.iter().map(|subject| range(figures.spread(subject.name(), name)));
         let _ = writeln!(
