@@ -14,11 +14,11 @@ pub const LISTEN_PORT: u16 = 7380;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Delivery")]
 pub struct DeliveryArgs {
-    /// By which way the server gets the snapshot (docs/operating.md). `link`: the server follows the agent, and then
-    /// the primary. `intercept`: the server's own connection to its primary is intercepted once; it must follow the
-    /// primary already. `file`: the snapshot becomes the server's RDB file, and --restart-command restarts the server.
-    /// `auto`: by interception for a server in cluster mode or one that Sentinel knows, if it follows its primary and
-    /// its connections can be intercepted; otherwise by the link.
+    /// By which way the server gets the snapshot (docs/reference/delivery.md). `link`: the server follows the agent,
+    /// and then the primary. `intercept`: the server's own connection to its primary is intercepted once; it must
+    /// follow the primary already. `file`: the snapshot becomes the server's RDB file, and --restart-command restarts
+    /// the server. `auto`: by interception for a server in cluster mode or one that Sentinel knows, if it follows its
+    /// primary and its connections can be intercepted; otherwise by the link.
     #[arg(long, value_name = "WAY", default_value = "link")]
     pub delivery: Delivery,
 

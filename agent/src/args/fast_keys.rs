@@ -12,8 +12,8 @@ pub struct WalkArgs {
     #[arg(long, value_name = "SIZE", help_heading = "Snapshot")]
     pub module_walk_from: Option<Size>,
 
-    /// Whether the server's fork child writes small values too, in the fast way (docs/module.md). `auto`: if the
-    /// server is a build that the module knows exactly, and a trial in a forked child succeeds. `off`: never.
+    /// Whether the server's fork child writes small values too, in the fast way (docs/explanation/module.md). `auto`:
+    /// if the server is a build that the module knows exactly, and a trial in a forked child succeeds. `off`: never.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub fast_keys: FastKeys,
 }

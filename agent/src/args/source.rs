@@ -96,11 +96,11 @@ pub struct SourceArgs {
     #[allow(missing_docs)]
     pub limits: LimitArgs,
 
-    /// How the module takes part in a snapshot, if the server has it (docs/module.md). `walk`: the server's fork child
-    /// writes long strings directly into the source's memory, and the server writes the rest, without compressing.
-    /// `server`: the server writes everything, without compressing. `auto`: the one that costs the server less, by the
-    /// average size of its values. `off`: not at all. If the module cannot take part, the snapshot is taken as without
-    /// a module.
+    /// How the module takes part in a snapshot, if the server has it (docs/explanation/module.md). `walk`: the server's
+    /// fork child writes long strings directly into the source's memory, and the server writes the rest, without
+    /// compressing. `server`: the server writes everything, without compressing. `auto`: the one that costs the server
+    /// less, by the average size of its values. `off`: not at all. If the module cannot take part, the snapshot is
+    /// taken as without a module.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
 

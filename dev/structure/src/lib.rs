@@ -6,10 +6,11 @@
 //!                       ├──────▶ bounds: lines of a file
 //!                       └──────▶ style: width of comments
 //!   lock files, cargo metadata ──▶ dependencies: sources, licences and versions of other crates
+//!   Markdown, and names of pages in sources ──▶ links: each leads somewhere
 //! ```
 //!
 //! - `rooms`: import circles. `bounds`: long files, and short ones. `style`: what rustfmt does not check.
-//! - `dependencies`: where crates of others come from, and under which licence.
+//! - `dependencies`: where crates of others come from, and under which licence. `links`: the links of the pages.
 //! - `workspace`, `modules`, `imports`: shared by these.
 //!
 //! This is a separate crate, so that the check is built in seconds: it depends on none of the crates that it reads.
@@ -19,6 +20,7 @@
 mod bounds;
 mod dependencies;
 mod imports;
+mod links;
 mod modules;
 mod style;
 mod workspace;
@@ -72,6 +74,10 @@ pub fn check(print_ties: bool) -> Result<()> {
     let unfit = unfit_dependencies(&workspace.root)?;
     if !unfit.is_empty() {
         failures.push(format!("{}:\n{}", count(&unfit, "fault of dependencies"), unfit.join("\n")));
+    }
+    let broken = links::check(&workspace.root)?;
+    if !broken.is_empty() {
+        failures.push(format!("{}:\n{}", count(&broken, "broken link"), broken.join("\n")));
     }
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n\n").into()) }
 }

@@ -1,4 +1,5 @@
-//! Scale: prints the table of 1,000 replicas in racks that docs/relay.md shows. The model is a test of the agent.
+//! Scale: prints the table of 1,000 replicas in racks that docs/explanation/relay.md shows. The model is a test of the
+//! agent.
 
 use remora_bench::sync::Result;
 

@@ -1,10 +1,10 @@
 //! Pictures: those of the manual that show the program, made anew from the program itself.
 //!
 //! - [`page`]: the page of `--metrics` in a real browser, while three replicas read.
-//! - [`session`]: the five minutes of `README.md`, run and recorded as an asciicast; [`terminal`] draws
+//! - [`session`]: the first part of `docs/tutorial.md`, run and recorded as an asciicast; [`terminal`] draws
 //!   such a [`cast`].
 //!
-//! Tests check what needs no servers: that the kept recording has the commands of `README.md` and the kept drawing is
+//! Tests check what needs no servers: that the kept recording has the commands of the tutorial and the kept drawing is
 //! that of the recording, that the page's files are those of its pictures, that the plots are those of the kept runs,
 //! and that every picture that a page names is there.
 
@@ -36,7 +36,7 @@ pub(crate) struct Options {
 enum Which {
     /// The page of `--metrics`, light and dark.
     Page,
-    /// The five minutes of README.md, recorded and drawn.
+    /// The first part of the tutorial, recorded and drawn.
     Session,
     /// The drawing of the kept recording, which is not made anew.
     Drawing,
@@ -80,9 +80,19 @@ mod tests {
 
     /// The pages that show pictures.
     fn pages() -> Vec<PathBuf> {
-        let docs = fs::read_dir(project_root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
-        let pages = docs.filter(|path| path.extension().is_some_and(|kind| kind == "md"));
-        pages.chain([project_root().join("README.md")]).collect()
+        let mut pages = vec![project_root().join("README.md"), project_root().join("bench/report.md")];
+        let mut folders = vec![project_root().join("docs")];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|kind| kind == "md") {
+                    pages.push(path);
+                }
+            }
+        }
+        pages
     }
 
     /// The pictures that a text names, in Markdown or HTML.
@@ -125,18 +135,18 @@ mod tests {
         fs::create_dir_all(copy("docs/plots")).unwrap();
         fs::create_dir_all(copy("bench")).unwrap();
         std::os::unix::fs::symlink(root.join("bench/runs"), copy("bench/runs")).unwrap();
-        for page in ["README.md", "docs/benchmarks.md"] {
+        for page in ["docs/measured.md", "bench/report.md"] {
             fs::copy(root.join(page), copy(page)).unwrap();
         }
         let options = report::Options {
             runs: copy("bench/runs"),
-            page: copy("docs/benchmarks.md"),
-            readme: copy("README.md"),
+            page: copy("bench/report.md"),
+            measured: copy("docs/measured.md"),
             plots: copy("docs/plots"),
         };
         assert!(report::run(&options).unwrap());
         let how = "run `cargo run -p remora-bench --bin remora-bench -- report`";
-        for page in ["README.md", "docs/benchmarks.md"] {
+        for page in ["docs/measured.md", "bench/report.md"] {
             let made = fs::read_to_string(copy(page)).unwrap().replace(&format!("{}/", scratch.path().display()), "");
             assert!(made == fs::read_to_string(root.join(page)).unwrap(), "{page} has other figures: {how}");
         }

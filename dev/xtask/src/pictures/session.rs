@@ -1,7 +1,7 @@
-//! Session: the commands of README.md's five minutes, run in a network of their own and recorded.
+//! Session: the commands of the tutorial's first part, run in a network of their own and recorded.
 //!
 //! ```text
-//!   README.md ── commands ──▶ bash in a namespace, where their ports are free ── output, with times ──▶ five-minutes.cast
+//!   docs/tutorial.md ── commands ──▶ bash in a namespace, where their ports are free ── output, with times ──▶ five-minutes.cast
 //!   five-minutes.cast ── terminal ──▶ five-minutes.svg
 //! ```
 
@@ -19,11 +19,9 @@ use super::cast::{Cast, Head};
 use super::made;
 use super::terminal;
 
-/// The heading of the part that is recorded.
-const HEADING: &str = "## Five minutes by hand";
-
-/// The command that the recording does not show at work: it takes minutes.
-const BUILD: &str = "make build";
+/// The page, and the heading of the part that is recorded.
+const PAGE: &str = "docs/tutorial.md";
+const HEADING: &str = "## The first replica";
 
 const CAST: &str = "five-minutes.cast";
 const DRAWING: &str = "five-minutes.svg";
@@ -48,7 +46,7 @@ const LONGEST_PAUSE: f64 = 1.5;
 
 /// Runs the commands, and keeps their recording and its drawing.
 pub(super) fn record(program: &Program, folder: &Path) -> Result<()> {
-    let commands = commands(&std::fs::read_to_string(project_root().join("README.md"))?)?;
+    let commands = commands(&std::fs::read_to_string(project_root().join(PAGE))?)?;
     let cast = play(program, &commands)?;
     let path = folder.join(CAST);
     std::fs::write(&path, cast.text()?)?;
@@ -65,9 +63,9 @@ pub(super) fn draw(folder: &Path) -> Result<()> {
 }
 
 /// The lines of the block below the heading.
-fn commands(readme: &str) -> Result<Vec<String>> {
-    let part = readme.split_once(HEADING).ok_or("README.md has no such heading")?.1;
-    let block = part.split("```").nth(1).ok_or("README.md has no commands there")?;
+fn commands(page: &str) -> Result<Vec<String>> {
+    let part = page.split_once(HEADING).ok_or("the tutorial has no such heading")?.1;
+    let block = part.split("```").nth(1).ok_or("the tutorial has no commands there")?;
     Ok(block.lines().filter(|line| !line.trim().is_empty()).map(str::to_owned).collect())
 }
 
@@ -105,7 +103,7 @@ fn play(program: &Program, commands: &[String]) -> Result<Cast> {
         now += if command.starts_with('#') { LONGEST_PAUSE } else { TYPED };
         let shown = if command.starts_with('#') { command.clone() } else { format!("$ {command}") };
         cast.add(now, &shown);
-        if command.starts_with('#') || command.starts_with(BUILD) {
+        if command.starts_with('#') {
             return Ok(());
         }
         // The mark has a line of its own, also behind output without an end of line.
@@ -124,7 +122,7 @@ fn play(program: &Program, commands: &[String]) -> Result<Cast> {
         }
     });
     // The servers are daemons, which do not end with the shell.
-    for port in ["6379", "6380"] {
+    for port in ["7001", "7002"] {
         let _ = writeln!(input, "redis-cli -p {port} shutdown nosave");
     }
     let _ = writeln!(input, "kill $(jobs -p); wait; exit");
@@ -145,10 +143,10 @@ mod tests {
 
     #[test]
     fn the_commands_are_those_of_the_block_below_the_heading() {
-        let readme = format!(
+        let page = format!(
             "```\nanother\n```\n{HEADING}\n\nWords.\n\n```\n# A remark.\n\nredis-server &\n```\n```\nlater\n```\n"
         );
-        assert_eq!(commands(&readme).unwrap(), ["# A remark.", "redis-server &"]);
+        assert_eq!(commands(&page).unwrap(), ["# A remark.", "redis-server &"]);
         assert!(commands("```\nredis-server\n```").is_err(), "no heading");
         assert!(commands(HEADING).is_err(), "no block");
     }
@@ -158,9 +156,9 @@ mod tests {
     }
 
     #[test]
-    fn the_recording_has_the_commands_of_the_readme() {
-        let readme = std::fs::read_to_string(project_root().join("README.md")).unwrap();
-        let commands = commands(&readme).unwrap();
+    fn the_recording_has_the_commands_of_the_tutorial() {
+        let page = std::fs::read_to_string(project_root().join(PAGE)).unwrap();
+        let commands = commands(&page).unwrap();
         assert!(commands.len() > 10, "{commands:?}");
         let cast = Cast::parse(&kept(CAST)).unwrap();
         let said: Vec<&str> = cast.events.iter().map(|event| event.2.trim_end()).collect();
@@ -168,7 +166,7 @@ mod tests {
         let is_typed = |line: &&&str| line.starts_with("$ ") || commands.iter().any(|command| command == *line);
         let recorded = said.iter().filter(is_typed);
         let recorded: Vec<&str> = recorded.map(|line| line.trim_start_matches("$ ")).collect();
-        assert_eq!(recorded, commands, "README.md has changed: run `make pictures ARGS=\"--only session\"`");
+        assert_eq!(recorded, commands, "{PAGE} has changed: run `make pictures ARGS=\"--only session\"`");
         let version = format!("remora {}", env!("CARGO_PKG_VERSION"));
         assert!(said.iter().any(|line| line.contains(&version)), "it is of another version: {said:?}");
         assert_eq!(cast.text().unwrap(), kept(CAST));

@@ -353,7 +353,7 @@ fn ended(
     })
 }
 
-/// Whether docs/operating.md allows this end of a `remora replica`.
+/// Whether docs/reference/exit-codes.md allows this end of a `remora replica`.
 fn is_documented(status: ExitStatus, asked: bool, killed: bool) -> bool {
     match status.code() {
         Some(0 | 3 | 4 | 5 | 6 | 8 | 14) => true,

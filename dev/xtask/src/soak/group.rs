@@ -62,7 +62,7 @@ impl Group {
                 .config("key-load-delay", load.map_or(0, |_| plan.load_delay))
                 .config("loading-process-events-interval-bytes", 64 << 10);
             // Not C and D: they can follow a server that is a replica, and a Valkey that takes a full copy of a replica
-            // over two channels differs from it (docs/testing.md, at its end).
+            // over two channels differs from it (dev/testing.md, at its end).
             if plan.dual_channel && load.is_none() {
                 builder = builder.config("dual-channel-replication-enabled", "yes");
             }
