@@ -102,7 +102,7 @@ impl Attack {
     }
 }
 
-/// The progress line, and the entry and the bytes of a slot, as `docs/reference/table.md` has them.
+/// The progress line, and the entry and the bytes of a slot, as `table/README.md` has them.
 const LINE: Range<u64> = 128..192;
 
 fn entry(number: u64) -> Range<u64> {
@@ -171,7 +171,7 @@ fn ended(_why: std::io::Result<()>, from: &TcpStream, to: &TcpStream) {
     let _ = from.shutdown(Shutdown::Both);
 }
 
-/// The offset in the region of what the requests with these tags have yet to get. See `docs/reference/fabric-tcp.md`.
+/// The offset in the region of what the requests with these tags have yet to get. See `fabric/README.md`.
 type Places = Mutex<HashMap<u64, u64>>;
 
 /// Passes the reader's requests on, and notes their places.

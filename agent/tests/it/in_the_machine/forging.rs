@@ -18,7 +18,7 @@ struct Table {
     base: u64,
 }
 
-/// Parts of a table that a reader reads (docs/reference/table.md).
+/// Parts of a table that a reader reads (table/README.md).
 #[derive(Clone, Copy, Debug)]
 enum Part {
     Line,

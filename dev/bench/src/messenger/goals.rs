@@ -1,4 +1,4 @@
-//! The goals of docs/companions/messenger.md, and whether a run reaches them.
+//! The goals of messenger/README.md, and whether a run reaches them.
 //!
 //! Goals are for quiet machines and default options. A goal is judged in each run that has its case; a run without it
 //! does not miss it.
