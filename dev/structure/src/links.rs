@@ -34,7 +34,7 @@ pub(crate) fn check(root: &Path) -> io::Result<Vec<String>> {
     let site = Path::new("docs/SUMMARY.md");
     if let Some(summary) = pages.get(site) {
         let shown: BTreeSet<PathBuf> =
-            summary.links.iter().map(|(_, target)| plain(&Path::new("docs").join(target))).collect();
+            summary.links.iter().filter_map(|(_, target)| plain(&Path::new("docs").join(target))).collect();
         let hidden = pages.keys().filter(|page| page.starts_with("docs") && *page != site && !shown.contains(*page));
         broken.extend(hidden.map(|page| format!("{}: docs/SUMMARY.md does not show it", page.display())));
     }
@@ -79,9 +79,10 @@ fn fault(root: &Path, pages: &BTreeMap<PathBuf, Page>, page: &Path, target: &str
     }
     let (path, anchor) = target.split_once('#').map_or((target, None), |(path, anchor)| (path, Some(anchor)));
     let file = match path {
-        "" => page.to_owned(),
+        "" => Some(page.to_owned()),
         path => plain(&page.parent().unwrap_or(Path::new("")).join(path)),
     };
+    let Some(file) = file else { return Some("leads out of the project".into()) };
     if !root.join(&file).exists() {
         return Some("no such file".into());
     }
@@ -92,17 +93,17 @@ fn fault(root: &Path, pages: &BTreeMap<PathBuf, Page>, page: &Path, target: &str
     }
 }
 
-/// The path without `.` and `..`.
-fn plain(path: &Path) -> PathBuf {
+/// The path without `.` and `..`; `None` if it leads out of the project.
+fn plain(path: &Path) -> Option<PathBuf> {
     let mut plain = PathBuf::new();
     for part in path.components() {
         match part {
-            Component::ParentDir => drop(plain.pop()),
-            Component::CurDir => {}
+            Component::ParentDir if !plain.pop() => return None,
+            Component::ParentDir | Component::CurDir => {}
             part => plain.push(part),
         }
     }
-    plain
+    Some(plain)
 }
 
 /// The pages below `docs/` that a line names, with their anchors.
@@ -199,13 +200,17 @@ mod tests {
             fs::write(path, text).unwrap();
         };
         write("README.md", "# One\n[a](docs/a.md#two-words) [b](docs/b.md) `[c](c.md)`\n```\n[d](d.md)\n```\n");
-        write("docs/a.md", "## `Two` words\n## Two words\n[up](../README.md#one) [self](#two-words-1) [x](#x)\n");
+        write(
+            "docs/a.md",
+            "## `Two` words\n## Two words\n[up](../README.md#one) [self](#two-words-1) [x](#x) [out](../../b.md)\n",
+        );
         write("src/lib.rs", "// docs/a.md, docs/gone.md and docs/a.md#no.\n");
         write("target/doc.md", "[e](e.md)\n");
         let broken = check(folder.path()).unwrap();
         let expected = [
             "README.md:2: docs/b.md: no such file",
             "docs/a.md:3: #x: docs/a.md has no such heading",
+            "docs/a.md:3: ../../b.md: leads out of the project",
             "src/lib.rs:1: docs/gone.md: no such file",
             "src/lib.rs:1: docs/a.md#no: docs/a.md has no such heading",
         ];
