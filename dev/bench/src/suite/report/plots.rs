@@ -48,9 +48,9 @@ pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Figure>> 
     Ok(figures)
 }
 
-/// Draws one figure for the page of readers: the server's own replication and ours over the number of replicas, of the largest
-/// data over the slowest cable that was measured with several numbers of replicas. Runs that compare compression have
-/// data of their own, and are left out.
+/// Draws one figure for the page of readers: the server's own replication and ours over the number of replicas, of the
+/// largest data over the slowest cable that was measured with several numbers of replicas. Runs that compare
+/// compression have data of their own, and are left out.
 ///
 /// # Errors
 /// A file could not be written.
