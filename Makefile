@@ -42,6 +42,11 @@ demo-migrate:
 	$(CARGO) build --profile demo --locked --target-dir $(TARGET) -p remora-agent -p remora-module -p xtask
 	CARGO=$(CARGO) $(TARGET)/demo/xtask demo-migrate $(ARGS)
 
+## demo-rdma: an exact replica over RDMA, in a virtual machine with two Soft-RoCE devices
+.PHONY: demo-rdma
+demo-rdma: setup build
+	dev/lab/rdma-vm/rdma-vm -n 2 "$(CURDIR)/dev/lab/rdma-vm/demo $(abspath $(TARGET))/release"
+
 ## demo-volume: a block device, and a Redis server's files, in the memory of three servers while hosts fail; ARGS="--size 1GiB --json FILE"
 .PHONY: demo-volume
 demo-volume: setup
@@ -111,7 +116,7 @@ MINUTES ?= 60
 # Another list of programs and folders, with colons between, and the command `remora` of another release.
 SERVERS ?=
 OTHER ?=
-## test-matrix: the main job on servers of many versions (docs/versions.md); SERVERS=folder:program, OTHER=/path/to/another/remora
+## test-matrix: the main job on servers of many versions (docs/reference/versions.md); SERVERS=folder:program, OTHER=/path/to/another/remora
 .PHONY: test-matrix
 test-matrix: setup
 	$(if $(SERVERS),,@dev/lab/setup/versions)
@@ -131,7 +136,7 @@ pieces: setup
 twins: setup
 	REMORA_TWINS_MINUTES=$(MINUTES) $(CARGO) test --locked -p remora-module --test it twins::by_command -- --ignored --nocapture
 
-## layout: where a build of a server keeps its tables, for module/builds (docs/module.md); PROGRAM=/usr/bin/valkey-server PACKAGE="words"
+## layout: where a build of a server keeps its tables, for module/builds (docs/explanation/module.md); PROGRAM=/usr/bin/valkey-server PACKAGE="words"
 .PHONY: layout
 layout:
 	@$(CARGO) run --quiet --locked -p xtask -- layout "$(PROGRAM)" --package "$(PACKAGE)"
@@ -166,7 +171,13 @@ pictures: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask pictures $(ARGS)
 
-## bench: the measurements behind docs/benchmarks.md and the README, into bench/runs; ARGS="--only sync"
+## book: the documentation as a site, target/book/index.html; needs the program mdbook
+.PHONY: book
+book:
+	@command -v mdbook >/dev/null || { echo "mdbook is missing: cargo install --locked mdbook" >&2; exit 1; }
+	mdbook build
+
+## bench: the measurements behind bench/report.md and the README, into bench/runs; ARGS="--only sync"
 .PHONY: bench
 bench: setup
 	@dev/lab/setup/setup --rivals

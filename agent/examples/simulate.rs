@@ -1,4 +1,4 @@
-//! Plays schedules of whole syncs for a long time: `make simulate ARGS="--hours 8"`. See docs/testing.md.
+//! Plays schedules of whole syncs for a long time: `make simulate ARGS="--hours 8"`. See dev/testing.md.
 
 use std::process::ExitCode;
 use std::time::Duration;

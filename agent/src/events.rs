@@ -1,7 +1,8 @@
 //! The events of the log: what a reader of it, whether a program or a test, may rely on.
 //!
 //! A sentence of the log is for people, and changes when a better one is found. The name of an event and its fields
-//! stay. [docs/operating.md](../../docs/operating.md#the-log) has them as a table, which a test holds to this list.
+//! stay. [docs/reference/log.md](../../docs/reference/log.md#the-log) has them as a table, which a test holds to this
+//! list.
 //!
 //! ```text
 //!   tracing::info!(event = events::IN_STEP, offset, "in step; …")
@@ -256,7 +257,7 @@ mod tests {
 
     #[test]
     fn the_documentation_has_each_event_and_no_other() {
-        let page = fs::read_to_string(crate_folder().join("../docs/operating.md")).unwrap();
+        let page = fs::read_to_string(crate_folder().join("../docs/reference/log.md")).unwrap();
         let section = page.split("\n## The log\n").nth(1).unwrap().split("\n## ").next().unwrap();
         let documented: Vec<&str> = section.lines().filter(|line| line.starts_with("| `")).collect();
         let quoted = |field: &&str| format!("`{field}`");

@@ -1,8 +1,8 @@
 //! How a command ends: one code per kind of failure, and one sentence that names the thing and says what to do.
 //!
-//! The codes are an interface: scripts and service managers use them. The table is in `docs/operating.md`, in every
-//! `--help`, and here; a test checks that the three agree. Codes above 100 belong to the shell and the runtime (101: a
-//! panic, which is a bug).
+//! The codes are an interface: scripts and service managers use them. The table is in `docs/reference/exit-codes.md`,
+//! in every `--help`, and here; a test checks that the three agree. Codes above 100 belong to the shell and the runtime
+//! (101: a panic, which is a bug).
 
 use std::{fmt, process::ExitCode};
 
@@ -228,10 +228,10 @@ mod tests {
 
     #[test]
     fn the_manual_lists_every_code_with_its_meaning() {
-        let manual = include_str!("../../docs/operating.md");
+        let manual = include_str!("../../docs/reference/exit-codes.md");
         for code in Code::ALL {
             let row = format!("| {} | {} |", code.number(), code.meaning());
-            assert!(manual.contains(&row), "docs/operating.md lacks {row}");
+            assert!(manual.contains(&row), "docs/reference/exit-codes.md lacks {row}");
         }
     }
 

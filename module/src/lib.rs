@@ -18,7 +18,7 @@
 //! * `fast`: whether this build of the server is known well enough for the fast way with small values.
 //! * `ffi`: the calls into a server. The only unsafe code.
 //!
-//! `docs/module.md` describes how to use it.
+//! `docs/explanation/module.md` describes how to use it.
 
 #![deny(unsafe_code)]
 
@@ -48,7 +48,7 @@ impl Module for Remora {
             && fast::ALLOWED.register(context)
             && context.load_settings();
         if !settings {
-            return refuse(context, "the server rejects its settings; docs/module.md lists them");
+            return refuse(context, "the server rejects its settings; docs/explanation/module.md lists them");
         }
         context.add_acl_category(CATEGORY);
         let commands = command::<commands::Arm>(context)

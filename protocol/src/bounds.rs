@@ -52,7 +52,7 @@ pub const MAX_SEAL_BYTES: usize = 64;
 /// Greatest number of replicas that a source serves, and so of replicas in a status report.
 pub const MAX_REPLICAS: usize = 1024;
 
-// What the agents and the server's module agree on. `docs/module.md` describes the commands.
+// What the agents and the server's module agree on. `docs/explanation/module.md` describes the commands.
 
 /// The version of the commands between the agents and the server's module (`REMORA.STATUS` reports it as `protocol`).
 /// Both sides work together only if they have the same one.

@@ -25,8 +25,8 @@
 //!
 //! A message is one message of the layer: its tag is the kind, its fields are the front, one after the other in the
 //! order in which their `record!` lists them. Every list, name and text has a bound ([`bounds`]). A receiver treats an
-//! unknown kind as the mark of a newer peer; a payload that ends early or late is malformed. `docs/protocol.md`
-//! describes every byte, and what the protocol protects against and what not.
+//! unknown kind as the mark of a newer peer; a payload that ends early or late is malformed.
+//! `protocol/README.md` describes every byte, and what the protocol protects against and what not.
 //!
 //! Messages never carry slots or journal bytes. The only secret in one is the key of a sealed table in an offer, which
 //! only a connection with TLS carries. A region key says where memory is; reading it takes a secret

@@ -1,6 +1,6 @@
 //! The ACL rules that allow the commands of each task.
 //!
-//! The help pages, `docs/operating.md` and the message for `-NOPERM` use this one list.
+//! The help pages, `docs/reference/acl.md` and the message for `-NOPERM` use this one list.
 
 use remora_redis::resp::Limits;
 
@@ -163,11 +163,11 @@ mod tests {
 
     #[test]
     fn the_manual_lists_the_rules_of_every_task() {
-        let manual = include_str!("../../docs/operating.md");
+        let manual = include_str!("../../docs/reference/acl.md");
         for task in Task::ALL {
             // A bar in a table cell is escaped there.
             let row = format!("| `{}` | `{}` |", task.command(), task.rules().replace('|', "\\|"));
-            assert!(manual.contains(&row), "docs/operating.md lacks {row}");
+            assert!(manual.contains(&row), "docs/reference/acl.md lacks {row}");
         }
     }
 }

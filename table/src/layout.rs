@@ -1,7 +1,7 @@
 //! The layout of a table's memory, and its encoding as bytes.
 //!
 //! Not here: the order in which the words are stored and loaded (`publish`), and the writers of the slots (`snapshot`,
-//! `journal`). `docs/table.md` has the same layout as a drawing.
+//! `journal`). `table/README.md` has the same layout as a drawing.
 //!
 //! All numbers are little endian. Invariants of every table, at every moment:
 //!

@@ -30,7 +30,7 @@
 //! * `reads`, [`expectation`]: shared by the two readers. [`identity`]: which table it is, and where it begins.
 //! * [`error`]: errors, grouped by who can act on them.
 //!
-//! `docs/table.md` describes the same with drawings and the measurements behind it.
+//! `table/README.md` describes the same with drawings and the measurements behind it.
 
 #![forbid(unsafe_code)]
 

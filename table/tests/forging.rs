@@ -1,5 +1,6 @@
 //! A sealed table over TCP, through a proxy that changes bytes on their way, or sends what it has recorded of another
-//! moment or another table in their place. The proxy knows neither the token nor the key, as an attacker on the network.
+//! moment or another table in their place. The proxy knows neither the token nor the key, as an attacker on the
+//! network.
 
 #![allow(clippy::unwrap_used)]
 
@@ -101,7 +102,7 @@ impl Attack {
     }
 }
 
-/// The progress line, and the entry and the bytes of a slot, as `docs/table.md` has them.
+/// The progress line, and the entry and the bytes of a slot, as `table/README.md` has them.
 const LINE: Range<u64> = 128..192;
 
 fn entry(number: u64) -> Range<u64> {
@@ -170,7 +171,7 @@ fn ended(_why: std::io::Result<()>, from: &TcpStream, to: &TcpStream) {
     let _ = from.shutdown(Shutdown::Both);
 }
 
-/// The offset in the region of what the requests with these tags have yet to get. See `docs/fabric-tcp.md`.
+/// The offset in the region of what the requests with these tags have yet to get. See `fabric/README.md`.
 type Places = Mutex<HashMap<u64, u64>>;
 
 /// Passes the reader's requests on, and notes their places.

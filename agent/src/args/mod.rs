@@ -234,6 +234,9 @@ Two servers, one host, in five lines:
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
     use super::*;
 
     #[test]
@@ -248,6 +251,53 @@ mod tests {
             assert!(page.contains("Examples:"), "{} has no examples", command.get_name());
             assert!(page.contains("Exit codes:"), "{} has no exit codes", command.get_name());
         }
+    }
+
+    /// The README and the pages below `docs/`.
+    fn pages() -> Vec<PathBuf> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let (mut pages, mut folders) = (vec![root.join("README.md")], vec![root.join("docs")]);
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                match path.extension() {
+                    _ if path.is_dir() => folders.push(path),
+                    Some(kind) if kind == "md" => pages.push(path),
+                    _ => {}
+                }
+            }
+        }
+        pages
+    }
+
+    #[test]
+    fn no_page_has_a_command_or_an_option_that_does_not_exist() {
+        let mut root = definition();
+        root.build();
+        let (mut wrong, mut seen) = (Vec::new(), 0);
+        for page in pages() {
+            let text = fs::read_to_string(&page).unwrap().replace("\\\n", " ");
+            for (place, block) in text.split("```").enumerate() {
+                let lines = if place % 2 == 1 { block.lines() } else { "".lines() };
+                for line in lines.filter_map(|line| line.trim_start().strip_prefix("remora ")) {
+                    let words: Vec<&str> = line.split(['|', ';', '#']).next().unwrap().split_whitespace().collect();
+                    let (mut command, mut names) = (&root, 0);
+                    while let Some(next) = words.get(names).and_then(|word| command.find_subcommand(word)) {
+                        (command, names) = (next, names + 1);
+                    }
+                    let has = |option: &str| command.get_arguments().any(|known| known.get_long() == Some(option));
+                    let options = words[names..].iter().filter_map(|word| word.strip_prefix("--"));
+                    let options = options.map(|option| option.split('=').next().unwrap());
+                    let unknown: Vec<&str> = options.filter(|option| !has(option)).collect();
+                    if names == 0 || !unknown.is_empty() {
+                        wrong.push(format!("{}: remora {line}: {unknown:?}", page.display()));
+                    }
+                    seen += 1;
+                }
+            }
+        }
+        assert_eq!(wrong.join("\n"), "");
+        assert!(seen > 50, "{seen} commands");
     }
 
     #[test]

@@ -54,7 +54,7 @@ pub struct ReplicaArgs {
     #[arg(long, conflicts_with = "stay", help_heading = "What to do")]
     pub dry_run: bool,
 
-    /// Convert the snapshot for a server of the other family, or of an older version (docs/migration.md). What the
+    /// Convert the snapshot for a server of the other family, or of an older version (docs/how-to/migrate.md). What the
     /// server can't hold is refused. A command of the stream that it does not know ends the sync before it.
     #[arg(long, help_heading = "What to do")]
     pub convert: bool,
@@ -107,13 +107,14 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub lend: LendArgs,
 
-    /// Whether a server that has the Remora module (docs/module.md) loads long strings from shared memory. `auto`: if
-    /// possible. `off`: never. Anything that cannot be shared is sent over the replication link.
+    /// Whether a server that has the Remora module (docs/explanation/module.md) loads long strings from shared memory.
+    /// `auto`: if possible. `off`: never. Anything that cannot be shared is sent over the replication link.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
     pub module_load: ModuleLoad,
 
-    /// Whether the module loads small values by the server's own functions, many at a time (docs/module.md). `auto`:
-    /// if the server is a build that the module knows exactly, and a trial in a forked child succeeds. `off`: never.
+    /// Whether the module loads small values by the server's own functions, many at a time
+    /// (docs/explanation/module.md). `auto`: if the server is a build that the module knows exactly, and a trial in a
+    /// forked child succeeds. `off`: never.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Link to the server")]
     pub fast_keys: FastKeys,
 
@@ -327,11 +328,11 @@ pub const LISTEN_PORT: u16 = 7380;
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Delivery")]
 pub struct DeliveryArgs {
-    /// By which way the server gets the snapshot (docs/operating.md). `link`: the server follows the agent, and then
-    /// the primary. `intercept`: the server's own connection to its primary is intercepted once; it must follow the
-    /// primary already. `file`: the snapshot becomes the server's RDB file, and --restart-command restarts the server.
-    /// `auto`: by interception for a server in cluster mode or one that Sentinel knows, if it follows its primary and
-    /// its connections can be intercepted; otherwise by the link.
+    /// By which way the server gets the snapshot (docs/reference/delivery.md). `link`: the server follows the agent,
+    /// and then the primary. `intercept`: the server's own connection to its primary is intercepted once; it must
+    /// follow the primary already. `file`: the snapshot becomes the server's RDB file, and --restart-command restarts
+    /// the server. `auto`: by interception for a server in cluster mode or one that Sentinel knows, if it follows its
+    /// primary and its connections can be intercepted; otherwise by the link.
     #[arg(long, value_name = "WAY", default_value = "link")]
     pub delivery: Delivery,
 

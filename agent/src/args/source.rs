@@ -96,11 +96,11 @@ pub struct SourceArgs {
     #[allow(missing_docs)]
     pub limits: LimitArgs,
 
-    /// How the module takes part in a snapshot, if the server has it (docs/module.md). `walk`: the server's fork child
-    /// writes long strings directly into the source's memory, and the server writes the rest, without compressing.
-    /// `server`: the server writes everything, without compressing. `auto`: the one that costs the server less, by the
-    /// average size of its values. `off`: not at all. If the module cannot take part, the snapshot is taken as without
-    /// a module.
+    /// How the module takes part in a snapshot, if the server has it (docs/explanation/module.md). `walk`: the server's
+    /// fork child writes long strings directly into the source's memory, and the server writes the rest, without
+    /// compressing. `server`: the server writes everything, without compressing. `auto`: the one that costs the server
+    /// less, by the average size of its values. `off`: not at all. If the module cannot take part, the snapshot is
+    /// taken as without a module.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
 
@@ -470,8 +470,8 @@ pub struct WalkArgs {
     #[arg(long, value_name = "SIZE", help_heading = "Snapshot")]
     pub module_walk_from: Option<Size>,
 
-    /// Whether the server's fork child writes small values too, in the fast way (docs/module.md). `auto`: if the
-    /// server is a build that the module knows exactly, and a trial in a forked child succeeds. `off`: never.
+    /// Whether the server's fork child writes small values too, in the fast way (docs/explanation/module.md). `auto`:
+    /// if the server is a build that the module knows exactly, and a trial in a forked child succeeds. `off`: never.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub fast_keys: FastKeys,
 }

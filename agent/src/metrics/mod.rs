@@ -14,7 +14,7 @@
 //! - [`site`]: the HTTP server; [`page`]: the page for people.
 //! - [`watch`](mod@watch): how an agent is asked, and the file.
 //!
-//! Names are those of `docs/metrics.md`, and an interface: they do not change their meaning.
+//! Names are those of `docs/reference/metrics.md`, and an interface: they do not change their meaning.
 
 pub(crate) mod families;
 mod page;

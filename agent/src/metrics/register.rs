@@ -1,7 +1,7 @@
 //! Register: every family that an agent exports, with its type, its labels, and what to do when its value is bad.
 //!
 //! Agents name families by these constants, so that no name, help or label is written twice. A test compares the table
-//! in `docs/metrics.md` with this register, and another one what agents export.
+//! in `docs/reference/metrics.md` with this register, and another one what agents export.
 
 /// Names and values that belong together.
 #[derive(Debug, PartialEq, Eq)]
@@ -208,7 +208,7 @@ families! {
         "Old: the timer or job that starts it does not run";
     RUN_EXIT_CODE = Gauge "run_exit_code" [], ONE_SHOT,
         "Its exit code; missing while it runs",
-        "Not 0: [the codes](operating.md#exit-codes), and its log";
+        "Not 0: [the codes](exit-codes.md#exit-codes), and its log";
 
     // ---- source ----
     SOURCE_SERVER = Info "source_server" ["server", "role"], &[Source],
@@ -484,10 +484,14 @@ mod tests {
 
     #[test]
     fn the_manual_has_this_table() {
-        let manual = include_str!("../../../docs/metrics.md");
+        let manual = include_str!("../../../docs/reference/metrics.md");
         let has = |line: &str| manual.lines().any(|other| other == line);
         let wrong: Vec<&str> = table().leak().lines().filter(|line| !has(line)).collect();
-        assert!(manual.contains(&table()), "docs/metrics.md lacks, or has in another order:\n{}", wrong.join("\n"));
+        assert!(
+            manual.contains(&table()),
+            "docs/reference/metrics.md lacks, or has in another order:\n{}",
+            wrong.join("\n")
+        );
     }
 
     #[test]

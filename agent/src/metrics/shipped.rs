@@ -10,7 +10,7 @@ use super::register::{ALL, PREFIX};
 const RULES: &str = include_str!("../../../deploy/prometheus/remora.rules.yml");
 const TESTS: &str = include_str!("../../../deploy/prometheus/remora_test.yml");
 const DASHBOARD: &str = include_str!("../../../deploy/grafana/remora.json");
-const MANUAL: &str = include_str!("../../../docs/metrics.md");
+const MANUAL: &str = include_str!("../../../docs/reference/metrics.md");
 
 /// The words in a text that look like names of ours, or of a process.
 fn names(text: &str) -> BTreeSet<String> {
@@ -50,11 +50,11 @@ fn each_alert_has_its_words_its_test_and_its_part_of_the_manual() {
         assert!(alerts.insert(name.to_lowercase()), "{name} is there twice");
         let annotation = |key: &str| rule["annotations"][key].as_str().unwrap_or_default();
         assert!(!annotation("summary").is_empty() && !annotation("description").is_empty(), "{name}");
-        assert_eq!(annotation("runbook_url"), format!("docs/metrics.md#{}", name.to_lowercase()));
+        assert_eq!(annotation("runbook_url"), format!("docs/reference/metrics.md#{}", name.to_lowercase()));
         assert!(matches!(rule["labels"]["severity"].as_str(), Some("warning" | "critical")), "{name}");
         assert!(TESTS.contains(&format!("alertname=\"{name}\"")), "remora_test.yml does not fire {name}");
     }
-    assert_eq!(alerts, anchors, "the alerts, and the headings of docs/metrics.md");
+    assert_eq!(alerts, anchors, "the alerts, and the headings of docs/reference/metrics.md");
 }
 
 #[test]

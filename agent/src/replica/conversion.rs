@@ -36,7 +36,7 @@ const ANY: (u32, u32) = (0, 0);
 
 const BOTH: &[Family] = &[Family::Redis, Family::Valkey];
 
-/// Measured with the servers that docs/migration.md names.
+/// Measured with the servers that docs/how-to/migrate.md names.
 const REWRITTEN: [Rewritten; 13] = [
     Rewritten { name: "lmpop", by: BOTH, since: ANY, becomes: &["lpop", "rpop"] },
     Rewritten { name: "blmpop", by: BOTH, since: ANY, becomes: &["lpop", "rpop"] },

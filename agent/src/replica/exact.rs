@@ -7,8 +7,8 @@
 //! ```
 //!
 //! A condition that is broken fails the sync, whatever else went well. One that cannot be checked (a server that does
-//! not count, or does not tell) is said to be unknown. `--explain` prints each; docs/design.md says which test
-//! breaks it.
+//! not count, or does not tell) is said to be unknown. `--explain` prints each; docs/explanation/design.md says which
+//! test breaks it.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -346,11 +346,11 @@ mod tests {
         for condition in Condition::ALL {
             found.add(condition, Verdict::Holds, "");
         }
-        let design = include_str!("../../../docs/design.md");
+        let design = include_str!("../../../docs/explanation/design.md");
         for (line, condition) in found.lines().iter().zip(Condition::ALL) {
             assert!(line.contains(condition.name()) && line.contains(condition.meaning()), "{line}");
             let row = format!("| `{}` | {} | `", condition.name(), condition.meaning());
-            assert!(design.contains(&row), "docs/design.md lacks {row}");
+            assert!(design.contains(&row), "docs/explanation/design.md lacks {row}");
         }
         found.outcome("s").unwrap();
     }

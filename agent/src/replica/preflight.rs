@@ -594,7 +594,7 @@ pub(super) fn check_format(facts: &Facts, target: &Target, url: &ServerUrl) -> R
         }
         Some(why) => Err(Failure::refused(format!(
             "the server {url} can't be a replica of this primary: {why}; run a server there that is as new as the primary, of the same \
-             kind, or give --convert (docs/migration.md)"
+             kind, or give --convert (docs/how-to/migrate.md)"
         ))),
     }
 }

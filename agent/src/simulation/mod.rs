@@ -9,10 +9,10 @@
 //!        or the real delivery between real tables and a socket
 //! ```
 //!
-//! A server that says "up, at offset X of history H" must hold exactly what a primary recorded in the [`oracle`] at X of
-//! H. [`check`] has the other things that must hold. The same seed gives the same schedule.
+//! A server that says "up, at offset X of history H" must hold exactly what a primary recorded in the [`oracle`] at X
+//! of H. [`check`] has the other things that must hold. The same seed gives the same schedule.
 //!
-//! `docs/testing.md` says how to run it, what is modelled, and what is not.
+//! `dev/testing.md` says how to run it, what is modelled, and what is not.
 
 #[cfg(test)]
 mod against_real;

@@ -1,5 +1,5 @@
-//! The ways in which people make certificates for servers, and what comes of each: the table in docs/operating.md. The
-//! files in `certificates/` were made by the commands in `certificates/make`; the others are made here.
+//! The ways in which people make certificates for servers, and what comes of each: the table in docs/reference/tls.md.
+//! The files in `certificates/` were made by the commands in `certificates/make`; the others are made here.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -358,7 +358,7 @@ fn is_refused_three_times(kind: Kind, module: bool) {
     assert_eq!(count("back to our link, to try again"), 2, "{said}");
     says(said.lines().last().unwrap(), &["holds the whole data set", &primary.address().to_string()]);
 
-    // As docs/operating.md says: it follows the primary by itself, with its own settings.
+    // As docs/reference/exit-codes.md says: it follows the primary by itself, with its own settings.
     assert_eq!(follows(&replica), primary.address().to_string());
     assert_eq!(replica.configured("masterauth").unwrap(), "pw");
     assert_eq!(replica.configured("repl-diskless-load").unwrap(), "disabled");

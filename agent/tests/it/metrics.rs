@@ -1,4 +1,5 @@
-//! Metrics of agents, as a client of HTTP and a reader of files see them, and as `docs/metrics.md` lists them.
+//! Metrics of agents, as a client of HTTP and a reader of files see them, and as `docs/reference/metrics.md` lists
+//! them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -36,9 +37,9 @@ pub(crate) struct Listed {
     of: String,
 }
 
-/// The families that `docs/metrics.md` lists, by their names.
+/// The families that `docs/reference/metrics.md` lists, by their names.
 pub(crate) fn manual() -> BTreeMap<String, Listed> {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/metrics.md");
     let page = std::fs::read_to_string(page).unwrap();
     let listed = page.lines().filter_map(|line| {
         let cells: Vec<&str> = line.strip_prefix("| `")?.split(" | ").collect();
@@ -76,7 +77,7 @@ pub(crate) fn check(agent: &str, classic: &str, is_file: bool, absent: &[&str]) 
     let manual = manual();
     let mut seen = BTreeSet::new();
     for (name, mut labels) in values(classic) {
-        let listed = manual.get(&name).unwrap_or_else(|| panic!("{agent}: {name} is not in docs/metrics.md"));
+        let listed = manual.get(&name).unwrap_or_else(|| panic!("{agent}: {name} is not in docs/reference/metrics.md"));
         assert!(!is_file || labels.remove("run"), "{agent}: {name} in a file has no `run`");
         assert_eq!(labels, listed.labels, "{agent}: {name}");
         let kind = if listed.kind == "info" { "gauge" } else { &listed.kind };
@@ -91,7 +92,7 @@ pub(crate) fn check(agent: &str, classic: &str, is_file: bool, absent: &[&str]) 
     let wanted = manual.iter().filter(|(name, listed)| belongs(name, &listed.of)).map(|(name, _)| name.clone());
     let wanted: BTreeSet<String> = wanted.collect();
     let unlisted: Vec<_> = seen.difference(&wanted).collect();
-    assert!(unlisted.is_empty(), "docs/metrics.md does not say that {agent} exports {unlisted:?}");
+    assert!(unlisted.is_empty(), "docs/reference/metrics.md does not say that {agent} exports {unlisted:?}");
     let missing: Vec<_> = wanted.difference(&seen).filter(|name| !absent.contains(&name.as_str())).collect();
     assert!(missing.is_empty(), "{agent} lacks {missing:?}:\n{classic}");
 }

@@ -105,7 +105,7 @@ fn redis_becomes_valkey_and_goes_back_without_another_copy() {
     there_and_back(&old, &new);
 }
 
-/// One command for the sync and the comparison, and one for each switch, as docs/migration.md has them.
+/// One command for the sync and the comparison, and one for each switch, as docs/how-to/migrate.md has them.
 #[test]
 fn one_command_migrates_and_another_one_switches_there_and_back() {
     let Some((redis, valkey)) = both() else { return };
@@ -300,7 +300,7 @@ tests' random writer (`dev/lab/src/workload/`) writes to it, as far as both know
 switch`. It is written to, and the first one takes its place back. After each step all data of both are compared by `remora verify`, and no server may have served a full copy but the one for the
 source, nor have failed to execute a command.
 
-**yes**: all of that. What the server of a column cannot hold at all is refused before anything is changed: [docs/migration.md](docs/migration.md#what-is-refused).
+**yes**: all of that. What the server of a column cannot hold at all is refused before anything is changed: [docs/how-to/migrate.md](docs/how-to/migrate.md#what-is-refused).
 
 ";
 

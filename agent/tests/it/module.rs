@@ -718,7 +718,7 @@ fn is_loaded_by_module(agent: &str) -> bool {
 
 #[test]
 fn a_user_with_the_rules_of_the_help_page_uses_the_module_and_one_without_them_works_without_it() {
-    // The rules are those that the help pages and docs/operating.md name.
+    // The rules are those that the help pages and docs/reference/acl.md name.
     for (task, rules) in [(Task::Source, SOURCE_RULES), (Task::Replica, REPLICA_RULES)] {
         assert!(task.optional().contains(rules), "{}", task.optional());
     }

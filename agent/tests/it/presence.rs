@@ -1,6 +1,6 @@
 //! What a primary does because a replica is attached, and what a source makes of it: the lines of the table in
-//! docs/operating.md that no other file has. `shutdown-timeout` is an hour here, so that a server that waits for a
-//! source does not end in a test.
+//! docs/reference/primary.md that no other file has. `shutdown-timeout` is an hour here, so that a server that waits
+//! for a source does not end in a test.
 
 use std::path::Path;
 use std::thread;

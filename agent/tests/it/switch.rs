@@ -246,7 +246,7 @@ fn the_rules_of_the_help_page_are_enough() {
 mod by_command {
     use super::*;
 
-    /// How long writes wait, in fifty switches at 5,000 writes a second (docs/migration.md).
+    /// How long writes wait, in fifty switches at 5,000 writes a second (docs/how-to/migrate.md).
     #[test]
     #[ignore = "a measurement"]
     fn how_long_writes_wait() {

@@ -291,7 +291,7 @@ fn a_fork_that_fails_is_tried_again_and_its_causes_are_named() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {
         // Valkey 9.1.2 ends by itself at the next diskless copy after a fork that failed, whichever replica asks for it
-        // (an assertion in rdb.c): docs/versions.md.
+        // (an assertion in rdb.c): docs/reference/versions.md.
         let modes: &[&str] = if kind == Kind::Valkey9 { &["no"] } else { &["yes", "no"] };
         for diskless in modes {
             let stage = Stage::new();

@@ -86,8 +86,8 @@ impl Agent {
         self.wait_for(|line| line.text.contains(part), within, || format!("a line with {part:?}"))
     }
 
-    /// Waits until the log has this event (`docs/operating.md` lists them), and returns its line as a person reads it.
-    /// Events that were logged before count. Fails at once if the program ends without it.
+    /// Waits until the log has this event (`docs/reference/log.md` lists them), and returns its line as a person reads
+    /// it. Events that were logged before count. Fails at once if the program ends without it.
     pub fn wait_for_event(&mut self, event: &str, within: Duration) -> Result<String> {
         self.wait_for(|line| line.event.as_deref() == Some(event), within, || format!("the event {event:?}"))
     }

@@ -5,9 +5,11 @@
 //!   sources ──syn──▶ modules ──▶ imports: file ──▶ file, by the items it names ──▶ rooms: no circles
 //!                       └──────▶ bounds: lines of a file, width of comments
 //!   lock files ──▶ workspace: what is fuzzed is built of the versions that ship
+//!   Markdown, and names of pages in sources ──▶ links: each leads somewhere
 //! ```
 //!
 //! - `rooms`: import circles. `bounds`: long files, short ones, and wide comments, which rustfmt does not check.
+//! - `links`: the links of the pages.
 //! - `workspace`, `modules`, `imports`: shared by these.
 //!
 //! Where crates of others come from, and under which licence, cargo-deny checks (`deny.toml`).
@@ -18,6 +20,7 @@
 
 mod bounds;
 mod imports;
+mod links;
 mod modules;
 mod workspace;
 
@@ -70,6 +73,10 @@ pub fn check(print_ties: bool) -> Result<()> {
     let differing = workspace::differently_locked((ours, &read(ours)?), (fuzzed, &read(fuzzed)?));
     if !differing.is_empty() {
         failures.push(format!("{}:\n{}", count(&differing, "fault of lock files"), differing.join("\n")));
+    }
+    let broken = links::check(&workspace.root)?;
+    if !broken.is_empty() {
+        failures.push(format!("{}:\n{}", count(&broken, "broken link"), broken.join("\n")));
     }
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n\n").into()) }
 }

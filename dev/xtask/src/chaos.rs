@@ -556,7 +556,7 @@ impl<'p> Round<'p> {
         })
         .map_err(|error| format!("{name}: {error}"))?;
         let (here, there) = (Contents::of(&mut one)?, Contents::of(&mut other)?);
-        // A primary may keep a hash whose last field has expired (docs/testing.md): a hash without fields is absent.
+        // A primary may keep a hash whose last field has expired (dev/testing.md): a hash without fields is absent.
         let found = differences(&here, &there, MOST_SHOWN);
         if found.is_empty() {
             return Ok(here.len());

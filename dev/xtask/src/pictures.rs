@@ -1,10 +1,10 @@
 //! Pictures: those of the manual that show the program, made anew from the program itself.
 //!
 //! - [`take`]: the page of `--metrics` in a real browser, while three replicas read.
-//! - [`record`]: the five minutes of `README.md`, run and recorded as an asciicast, a [`Cast`]; [`draw`]: such a
+//! - [`record`]: the first part of `docs/tutorial.md`, run and recorded as an asciicast, a [`Cast`]; [`draw`]: such a
 //!   recording as a drawing.
 //!
-//! Tests check what needs no servers: that the kept recording has the commands of `README.md` and the kept drawing is
+//! Tests check what needs no servers: that the kept recording has the commands of the tutorial and the kept drawing is
 //! that of the recording, that the page's files are those of its pictures, that the plots are those of the kept runs,
 //! and that every picture that a page names is there.
 
@@ -44,7 +44,7 @@ pub(crate) struct Options {
 pub(crate) enum Which {
     /// The page of `--metrics`, light and dark.
     Page,
-    /// The five minutes of README.md, recorded and drawn.
+    /// The first part of the tutorial, recorded and drawn.
     Session,
     /// The drawing of the kept recording, which is not made anew.
     Drawing,
@@ -74,18 +74,16 @@ fn made(path: &Path, most: u64) -> Result<()> {
     }
 }
 
-// Session: the commands of README.md's five minutes, run in a network of their own and recorded.
+// Session: the commands of the tutorial's first part, run in a network of their own and recorded.
 //
 // ```text
-//   README.md ── commands ──▶ bash in a namespace, where their ports are free ── output, with times ──▶ five-minutes.cast
+//   docs/tutorial.md ── commands ──▶ bash in a namespace, where their ports are free ── output, with times ──▶ five-minutes.cast
 //   five-minutes.cast ── terminal ──▶ five-minutes.svg
 // ```
 
-/// The heading of the part that is recorded.
-const HEADING: &str = "## Five minutes by hand";
-
-/// The command that the recording does not show at work: it takes minutes.
-const BUILD: &str = "make build";
+/// The page, and the heading of the part that is recorded.
+const PAGE: &str = "docs/tutorial.md";
+const HEADING: &str = "## The first replica";
 
 const CAST: &str = "five-minutes.cast";
 const DRAWING: &str = "five-minutes.svg";
@@ -110,7 +108,7 @@ const LONGEST_PAUSE: f64 = 1.5;
 
 /// Runs the commands, and keeps their recording and its drawing.
 fn record(program: &Program, folder: &Path) -> Result<()> {
-    let commands = commands(&std::fs::read_to_string(project_root().join("README.md"))?)?;
+    let commands = commands(&std::fs::read_to_string(project_root().join(PAGE))?)?;
     let cast = play(program, &commands)?;
     let path = folder.join(CAST);
     std::fs::write(&path, cast.text()?)?;
@@ -127,9 +125,9 @@ fn draw(folder: &Path) -> Result<()> {
 }
 
 /// The lines of the block below the heading.
-fn commands(readme: &str) -> Result<Vec<String>> {
-    let part = readme.split_once(HEADING).ok_or("README.md has no such heading")?.1;
-    let block = part.split("```").nth(1).ok_or("README.md has no commands there")?;
+fn commands(page: &str) -> Result<Vec<String>> {
+    let part = page.split_once(HEADING).ok_or("the tutorial has no such heading")?.1;
+    let block = part.split("```").nth(1).ok_or("the tutorial has no commands there")?;
     Ok(block.lines().filter(|line| !line.trim().is_empty()).map(str::to_owned).collect())
 }
 
@@ -167,7 +165,7 @@ fn play(program: &Program, commands: &[String]) -> Result<Cast> {
         now += if command.starts_with('#') { LONGEST_PAUSE } else { TYPED };
         let shown = if command.starts_with('#') { command.clone() } else { format!("$ {command}") };
         cast.add(now, &shown);
-        if command.starts_with('#') || command.starts_with(BUILD) {
+        if command.starts_with('#') {
             return Ok(());
         }
         // The mark has a line of its own, also behind output without an end of line.
@@ -186,7 +184,7 @@ fn play(program: &Program, commands: &[String]) -> Result<Cast> {
         }
     });
     // The servers are daemons, which do not end with the shell.
-    for port in ["6379", "6380"] {
+    for port in ["7001", "7002"] {
         let _ = writeln!(input, "redis-cli -p {port} shutdown nosave");
     }
     let _ = writeln!(input, "kill $(jobs -p); wait; exit");
@@ -448,9 +446,19 @@ mod tests {
 
     /// The pages that show pictures.
     fn pages() -> Vec<PathBuf> {
-        let docs = fs::read_dir(project_root().join("docs")).unwrap().map(|entry| entry.unwrap().path());
-        let pages = docs.filter(|path| path.extension().is_some_and(|kind| kind == "md"));
-        pages.chain([project_root().join("README.md")]).collect()
+        let mut pages = vec![project_root().join("README.md"), project_root().join("bench/report.md")];
+        let mut folders = vec![project_root().join("docs")];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|kind| kind == "md") {
+                    pages.push(path);
+                }
+            }
+        }
+        pages
     }
 
     /// The pictures that a text names, in Markdown or HTML.
@@ -493,18 +501,18 @@ mod tests {
         fs::create_dir_all(copy("docs/plots")).unwrap();
         fs::create_dir_all(copy("bench")).unwrap();
         std::os::unix::fs::symlink(root.join("bench/runs"), copy("bench/runs")).unwrap();
-        for page in ["README.md", "docs/benchmarks.md"] {
+        for page in ["docs/measured.md", "bench/report.md"] {
             fs::copy(root.join(page), copy(page)).unwrap();
         }
         let options = report::Options {
             runs: copy("bench/runs"),
-            page: copy("docs/benchmarks.md"),
-            readme: copy("README.md"),
+            page: copy("bench/report.md"),
+            measured: copy("docs/measured.md"),
             plots: copy("docs/plots"),
         };
         assert!(report::run(&options).unwrap());
         let how = "run `cargo run -p remora-bench --bin remora-bench -- report`";
-        for page in ["README.md", "docs/benchmarks.md"] {
+        for page in ["docs/measured.md", "bench/report.md"] {
             let made = fs::read_to_string(copy(page)).unwrap().replace(&format!("{}/", scratch.path().display()), "");
             assert!(made == fs::read_to_string(root.join(page)).unwrap(), "{page} has other figures: {how}");
         }
@@ -530,10 +538,10 @@ mod tests {
 
     #[test]
     fn the_commands_are_those_of_the_block_below_the_heading() {
-        let readme = format!(
+        let page = format!(
             "```\nanother\n```\n{HEADING}\n\nWords.\n\n```\n# A remark.\n\nredis-server &\n```\n```\nlater\n```\n"
         );
-        assert_eq!(commands(&readme).unwrap(), ["# A remark.", "redis-server &"]);
+        assert_eq!(commands(&page).unwrap(), ["# A remark.", "redis-server &"]);
         assert!(commands("```\nredis-server\n```").is_err(), "no heading");
         assert!(commands(HEADING).is_err(), "no block");
     }
@@ -543,9 +551,9 @@ mod tests {
     }
 
     #[test]
-    fn the_recording_has_the_commands_of_the_readme() {
-        let readme = std::fs::read_to_string(project_root().join("README.md")).unwrap();
-        let commands = commands(&readme).unwrap();
+    fn the_recording_has_the_commands_of_the_tutorial() {
+        let page = std::fs::read_to_string(project_root().join(PAGE)).unwrap();
+        let commands = commands(&page).unwrap();
         assert!(commands.len() > 10, "{commands:?}");
         let cast = Cast::parse(&kept(CAST)).unwrap();
         let said: Vec<&str> = cast.events.iter().map(|event| event.2.trim_end()).collect();
@@ -553,7 +561,7 @@ mod tests {
         let is_typed = |line: &&&str| line.starts_with("$ ") || commands.iter().any(|command| command == *line);
         let recorded = said.iter().filter(is_typed);
         let recorded: Vec<&str> = recorded.map(|line| line.trim_start_matches("$ ")).collect();
-        assert_eq!(recorded, commands, "README.md has changed: run `make pictures ARGS=\"--only session\"`");
+        assert_eq!(recorded, commands, "{PAGE} has changed: run `make pictures ARGS=\"--only session\"`");
         let version = format!("remora {}", env!("CARGO_PKG_VERSION"));
         assert!(said.iter().any(|line| line.contains(&version)), "it is of another version: {said:?}");
         assert_eq!(cast.text().unwrap(), kept(CAST));

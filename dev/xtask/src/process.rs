@@ -54,7 +54,8 @@ pub(crate) const TOKEN: &str = "--token-file";
 /// A command on a busy machine.
 pub(crate) const START_LIMIT: Duration = Duration::from_secs(60);
 
-// Scale: prints the table of 1,000 replicas in racks that docs/relay.md shows. The model is a test of the agent.
+// Scale: prints the table of 1,000 replicas in racks that docs/explanation/relay.md shows. The model is a test of the
+// agent.
 
 /// The test that prints the table.
 const TABLE: &str = "source::topology::scale::by_command::table";

@@ -428,7 +428,7 @@ const MAKE_TREE: &str = r#"
 mkdir "$1"
 cp --archive "$2"/docs "$2"/volume "$2"/fuse "$1"
 cd "$1"
-ln docs/benchmarks.md hard
+ln bench/report.md hard
 ln -s docs/nowhere dangling
 printf x > $'new\nline'
 printf x > "$(printf 'n%.0s' {1..255})"

@@ -17,7 +17,7 @@
 //! ```
 //!
 //! - `wire`: the bytes, and the body of a [`RegionKey`](crate::RegionKey) of this transport; pure. **Start here**, or
-//!   with `docs/fabric-tcp.md`.
+//!   with `fabric/README.md`.
 //! - `handshake`: the first four messages over a stream, with deadlines.
 //! - `source`: regions, grants, threads and their limits, and the source's data path. `pacer`: its rate limit, and
 //!   `background`: that of a transfer which leaves the network link to others.

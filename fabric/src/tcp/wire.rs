@@ -1,7 +1,8 @@
 //! The bytes of a data lane: encoders and decoders, and the check that a read is inside its region.
 //!
-//! Pure: no socket, no clock. `docs/fabric-tcp.md` has the same in tables; the tests write one of each message out byte
-//! by byte. `lane_handshake` decides the order of the first four messages, `source` and `reader` that of the other two.
+//! Pure: no socket, no clock. `fabric/README.md` has the same in tables; the tests write one of each
+//! message out byte by byte. `lane_handshake` decides the order of the first four messages, `source` and `reader` that
+//! of the other two.
 //!
 //! ```text
 //!   reader                                   source

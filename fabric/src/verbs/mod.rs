@@ -24,7 +24,7 @@
 //!
 //! - Only shared memory of our own (memfd) is registered, at both ends. When a process has registered private memory, a
 //!   fork copies all of it immediately; shared memory is never copied. `ibv_fork_init`, which would take the memory
-//!   away from the child, is not called (see `docs/rdma.md`).
+//!   away from the child, is not called (see `docs/explanation/rdma.md`).
 //! - Grants are checked at the handshake only. There is one protection domain per exporter and device, so a card reads
 //!   whatever registered memory a queue pair with rights names the key of. A session gets the key of its region in the
 //!   welcome, and no other. One that has a grant for some region, and knows the key of another one, can read that too:

@@ -31,7 +31,7 @@
 //! - A called end that fails sends at most one `Refuse`. It is not authenticated: the caller only shows it in the
 //!   error's text.
 //!
-//! The handshake encrypts nothing; the link below it may. See `docs/protocol.md`.
+//! The handshake encrypts nothing; the link below it may. See `protocol/README.md`.
 
 pub mod error;
 pub mod frame;

@@ -150,7 +150,7 @@ impl Family {
 pub(crate) enum LayoutError {
     #[error(
         "this build of the server is not known (version {version}, SHA-256 {sha256}): its small values are loaded as \
-         without fast keys; docs/module.md says how to add a build"
+         without fast keys; docs/explanation/module.md says how to add a build"
     )]
     Unknown { version: String, sha256: String },
     #[error("the layout file has the line {0:?}, which is not a known name and a valid value")]

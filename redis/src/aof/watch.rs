@@ -91,7 +91,7 @@ struct NewOption {
     valkey: Option<(u32, u32)>,
 }
 
-/// By the servers' documentation, and tried on those that docs/migration.md names.
+/// By the servers' documentation, and tried on those that docs/how-to/migrate.md names.
 const NEW_OPTIONS: [NewOption; 12] = [
     NewOption { command: "set", word: "IFEQ", redis: (8, 4), valkey: Some((8, 1)) },
     NewOption { command: "set", word: "IFNE", redis: (8, 4), valkey: None },

@@ -18,7 +18,7 @@
 //! - `writer`: [`Names`], for the one who changes them; as they are read, for the one who follows; and everything,
 //!   written while it changes.
 //!
-//! [docs/volume-files.md](../../../docs/volume-files.md) has the format with sizes and offsets.
+//! [docs/companions/volume-files.md](../../../docs/companions/volume-files.md) has the format with sizes and offsets.
 
 mod clusters;
 #[cfg(any(test, feature = "fuzzing"))]

@@ -30,8 +30,8 @@ use remora_redis::rdb::{
     Found, OPCODE_EOF, RECORD_HEAD_BYTES_MAX, RECORD_KEY_BYTES_MAX, Run, Scanner, TAIL_BYTES, Text, Usage,
 };
 
-/// Shorter strings are passed on: the server gains nothing by a reference to each of them (docs/module.md has the
-/// measurement).
+/// Shorter strings are passed on: the server gains nothing by a reference to each of them (docs/explanation/module.md
+/// has the measurement).
 const REFER_FROM_BYTES: u64 = 512;
 
 /// What the server's module can do with references.

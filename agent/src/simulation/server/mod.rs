@@ -2,7 +2,7 @@
 //!
 //! It is a pure state machine: commands, messages and timers go in, [`Effect`]s come out. What it models follows
 //! `replication.c`: replid and second replid, offset, backlog, cached primary, the answers to `PSYNC`, forks, the two
-//! ways to load, restarts and promotions. `docs/testing.md` says what it leaves out, and a test compares it with real
+//! ways to load, restarts and promotions. `dev/testing.md` says what it leaves out, and a test compares it with real
 //! servers.
 //!
 //! The two facts on which faults of agents depend:

@@ -416,7 +416,7 @@ mod by_command {
     use super::*;
 
     #[test]
-    #[ignore = "a table for docs/relay.md: cargo xtask scale"]
+    #[ignore = "a table for docs/explanation/relay.md: cargo xtask scale"]
     fn table() {
         println!(
             "| data | network | shape | time of one | ratio | last of all | last regular | source | uplink | hops | moves |"

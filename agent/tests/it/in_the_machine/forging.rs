@@ -1,5 +1,6 @@
-//! An attacker who changes, swaps or replays what replicas read by RDMA. It would have to be on the wire; the test changes the source's
-//! sealed memory instead, from outside the process, so that each READ returns what such an attacker would put there.
+//! An attacker who changes, swaps or replays what replicas read by RDMA. It would have to be on the wire; the test
+//! changes the source's sealed memory instead, from outside the process, so that each READ returns what such an
+//! attacker would put there.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -17,7 +18,7 @@ struct Table {
     base: u64,
 }
 
-/// Parts of a table that a reader reads (docs/table.md).
+/// Parts of a table that a reader reads (table/README.md).
 #[derive(Clone, Copy, Debug)]
 enum Part {
     Line,

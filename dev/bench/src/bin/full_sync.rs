@@ -10,13 +10,12 @@
 //! cargo run --release -p remora-bench --bin full_sync -- --rounds 1 --divide 50       # a look, in two minutes
 //! ```
 //!
-//! Scenes of the module (docs/module.md), each with `--methods own-best,remora-module`:
+//! Scenes of the module (docs/explanation/module.md), each with `--methods own-best,remora-module`:
 //!
 //! ```text
-//! … --shapes mix --replicas 1 --methods own-best,own-dual,remora-module,remora-module-late    # small values of all types
-//! … --shapes small --keys 100000,1000000,5000000,20000000 --replicas 1                        # by the number of keys
-//! … --shapes small --writes 50000 --replicas 1                         # how long the fork child lives meanwhile
-//! ```
+//! … --shapes mix --replicas 1 --methods own-best,own-dual,remora-module,remora-module-late # small values of all types
+//! … --shapes small --keys 100000,1000000,5000000,20000000 --replicas 1 # by the number of keys … --shapes small
+//! --writes 50000 --replicas 1 # how long the fork child lives meanwhile ```
 
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -37,7 +37,7 @@ enum Command {
     /// Mount files in this process's memory: the floor of `volume`.
     #[command(hide = true)]
     MemoryFiles(volume::MemoryOptions),
-    /// Write tables and plots from kept runs into docs/benchmarks.md.
+    /// Write tables and plots from kept runs into bench/report.md.
     Report(report::Options),
 }
 

@@ -339,7 +339,7 @@ const PROGRAM: &str = "bench_messenger";
 /// Time limit for booting an emulated machine and measuring in it.
 const EMULATED_TIME: Duration = Duration::from_secs(600);
 
-// The goals of docs/messenger.md, and whether a run reaches them.
+// The goals of messenger/README.md, and whether a run reaches them.
 //
 // Goals are for quiet machines and default options. A goal is judged in each run that has its case; a run without it
 // does not miss it.

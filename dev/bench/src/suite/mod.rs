@@ -6,7 +6,7 @@
 //!   volume    files of a mounted volume, and rivals          volume::Place, fio, redis-benchmark
 //!      │
 //!      ▼ Kept: bench/runs/<date>-<machine>-bench_<name>[-label]/{README.md, raw.csv, run.json, summary.md}
-//!   report    tables and plots from kept runs, into docs/benchmarks.md
+//!   report    tables and plots from kept runs, into bench/report.md
 //! ```
 //!
 //! `messenger` is a subcommand as well, but is implemented in [`crate::messenger`].

@@ -107,10 +107,10 @@ fn of_the_report(folder: &Path) -> Vec<(String, String)> {
         fs::copy(root.join(from), &to).unwrap();
         to
     };
-    let (page, readme, plots) = (copy("docs/benchmarks.md"), copy("README.md"), folder.join("plots"));
+    let (page, measured, plots) = (copy("bench/report.md"), copy("docs/measured.md"), folder.join("plots"));
     let mut report = Command::new(env!("CARGO_BIN_EXE_remora-bench"));
     report.arg("report").arg("--runs").arg(root.join("bench/runs"));
-    report.arg("--page").arg(page).arg("--readme").arg(readme).arg("--plots").arg(&plots);
+    report.arg("--page").arg(page).arg("--measured").arg(measured).arg("--plots").arg(&plots);
     let ran = report.output().unwrap();
     assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
     let mut paths: Vec<PathBuf> = fs::read_dir(&plots).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -128,7 +128,7 @@ fn every_chart_of_the_report_can_be_read_in_light_and_dark() {
     let Some(()) = require::browser() else { return };
     let folder = tempfile::tempdir().unwrap();
     let charts = of_the_report(folder.path());
-    for kind in ["sync-", "feel-", "volume-", "readme"] {
+    for kind in ["sync-", "feel-", "volume-", "headline"] {
         assert!(charts.iter().any(|(name, _)| name.starts_with(kind)), "no chart is named {kind}…");
     }
     let none: [Vec<String>; 2] = [Vec::new(), Vec::new()];

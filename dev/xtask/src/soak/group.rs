@@ -68,7 +68,7 @@ impl Group {
                 .config("key-load-delay", load.map_or(0, |_| plan.load_delay))
                 .config("loading-process-events-interval-bytes", 64 << 10);
             // Not C and D: they can follow a server that is a replica, and a Valkey that takes a full copy of a replica
-            // over two channels differs from it (docs/testing.md, at its end).
+            // over two channels differs from it (dev/testing.md, at its end).
             if plan.dual_channel && load.is_none() {
                 builder = builder.config("dual-channel-replication-enabled", "yes");
             }
@@ -638,7 +638,7 @@ fn ended(
     })
 }
 
-/// Whether docs/operating.md allows this end of a `remora replica`.
+/// Whether docs/reference/exit-codes.md allows this end of a `remora replica`.
 fn is_documented(status: ExitStatus, asked: bool, killed: bool) -> bool {
     match status.code() {
         Some(0 | 3 | 4 | 5 | 6 | 8 | 14) => true,

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! A finding ends its group: a server that differs from its primary, one that does not get in step, an agent that ends
-//! in a way that docs/operating.md does not have, a panic. The seed of the group is printed, and its logs are kept.
+//! in a way that docs/reference/exit-codes.md does not have, a panic. The seed of the group is printed, and its logs
+//! are kept.
 //!
 //! - [`script`]: the events and settings of a seed, and how an event is carried out. **Start here.**
 //! - [`group`]: the servers and the writer; the agents and how they end.

@@ -32,11 +32,11 @@ pub struct Options {
     #[arg(long, default_value = "bench/runs")]
     pub runs: PathBuf,
     /// The page to update.
-    #[arg(long, default_value = "docs/benchmarks.md")]
+    #[arg(long, default_value = "bench/report.md")]
     pub page: PathBuf,
-    /// The README, which shows one figure.
-    #[arg(long, default_value = "README.md")]
-    pub readme: PathBuf,
+    /// The page for readers, which shows one figure.
+    #[arg(long, default_value = "docs/measured.md")]
+    pub measured: PathBuf,
     /// Folder for the plots, beside the page.
     #[arg(long, default_value = "docs/plots")]
     pub plots: PathBuf,
@@ -70,10 +70,10 @@ pub fn run(options: &Options) -> Result<bool> {
     let figures = plots::sync(&bare(&runs), &options.plots)?;
     let tables = tables::sync(&bare(&runs), &figures, &section.to_plots);
     let page = splice(&page, "sync", &section.text(&runs, tables, &[]))?;
-    if let Some(figure) = plots::readme(&bare(&runs), &options.plots)? {
-        let readme = fs::read_to_string(&options.readme)?;
-        let text = format!("{}\n\n{}.", figure.image(&options.plots), figure.sentence);
-        fs::write(&options.readme, splice(&readme, "figure", &text)?)?;
+    if let Some(figure) = plots::headline(&bare(&runs), &options.plots)? {
+        let measured = fs::read_to_string(&options.measured)?;
+        let to_plots = way(options.measured.parent().unwrap_or(Path::new("")), &options.plots);
+        fs::write(&options.measured, splice(&measured, "figure", &figure.image(&to_plots))?)?;
     }
     let page = splice(&page, "targets", &targets::table(&bare(&runs), &bare(&felt)))?;
 

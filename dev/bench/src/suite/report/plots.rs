@@ -31,13 +31,13 @@ pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Figure>> 
     Ok(figures)
 }
 
-/// Draws one figure for the README: the server's own replication and ours over the number of replicas, of the largest
-/// data over the slowest cable that was measured with several numbers of replicas. Runs that compare compression have
-/// data of their own, and are left out.
+/// Draws one figure for the page of readers: the server's own replication and ours over the number of replicas, of the
+/// largest data over the slowest cable that was measured with several numbers of replicas. Runs that compare
+/// compression have data of their own, and are left out.
 ///
 /// # Errors
 /// A file could not be written.
-pub fn readme(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Option<Figure>> {
+pub fn headline(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Option<Figure>> {
     let all = groups(runs);
     let compresses = |group: &tables::Group<'_>| group.points.iter().any(|point| point.method == Method::OwnCompressed);
     let over_a_cable =
@@ -51,9 +51,14 @@ pub fn readme(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Option<Figu
     let Some(group) = group.or(all.last()) else { return Ok(None) };
     let numbers = compared(group);
     let Some(ours) = numbers.last().and_then(|most| group.best_ours(*most)) else { return Ok(None) };
+    let family = group.server.split(' ').next().unwrap_or_default();
+    let named = |bar: Bar| {
+        let name = if bar.family == Family::Own { format!("{family}'s replication, tuned") } else { "Remora".into() };
+        Bar { name, ..bar }
+    };
     let bars = |replicas| {
         let methods = group.best_own(replicas).into_iter().chain([ours]);
-        let bars = methods.filter_map(|method| bar(group, method, replicas)).collect();
+        let bars = methods.filter_map(|method| bar(group, method, replicas)).map(named).collect();
         bars::Group { title: replicas_of(replicas), bars }
     };
     let chart = Chart {
@@ -62,7 +67,7 @@ pub fn readme(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Option<Figu
         notes: "ratio, MB out of the primary's host",
         groups: numbers.into_iter().map(bars).collect(),
     };
-    figure(&chart, folder, "readme.svg".into(), sentence(group).unwrap_or_default()).map(Some)
+    figure(&chart, folder, "headline.svg".into(), sentence(group).unwrap_or_default()).map(Some)
 }
 
 pub(super) fn figure(chart: &Chart, folder: &Path, file: String, sentence: String) -> Result<Figure> {
@@ -247,8 +252,8 @@ mod tests {
             shows.starts_with("3 replicas take 3.00 s by ") && shows.contains("0.50 of the 6.00 s of own, best"),
             "{shows}"
         );
-        let readme = readme(&[&kept], folder.path()).unwrap().unwrap();
-        assert_eq!((readme.file.as_str(), &readme.sentence), ("readme.svg", shows));
+        let headline = headline(&[&kept], folder.path()).unwrap().unwrap();
+        assert_eq!((headline.file.as_str(), &headline.sentence), ("headline.svg", shows));
     }
 
     #[test]

@@ -185,8 +185,8 @@ fn short(figure: f64) -> String {
 }
 
 const EXPLAINED: &str = "\
-Medians over the rounds, in brackets the least and the greatest value. MB are 10⁶ bytes. *CubeFS*: as published, on three machines with 40 GbE
-cards and a client of its own; all other columns are of this run, in which one host runs clients, mount and servers. *Remora*: a volume with three copies in memory, acknowledged
+Medians over the rounds, in brackets the least and the greatest value. MB are 10⁶ bytes. *CubeFS*: as published, with ConnectX-5 cards, three
+copies and a client of its own; all other columns are of this run, in which one host runs clients, mount and servers. *Remora*: a volume with three copies in memory, acknowledged
 at two, mounted by `remora volume mount`: *TCP* by messages only, *shm* with blocks read and taken by shared memory. *GlusterFS*: three replicas; *MooseFS*: the goal of three copies, *bindfs*:
 a directory once more; their disks are in memory. *nbdfuse*: a file in the memory of nbdkit, one copy. *FUSE floor*: a file system in the memory of one process, by Remora's own FUSE. *local disk*: a
 directory of this machine's disk. *Emulated*: in a machine that QEMU emulates, with Soft-RoCE: by RDMA blocks are read, and writes of 64 KiB and more taken; smaller writes are messages over TCP in both columns. Those figures are
@@ -224,6 +224,6 @@ mod tests {
         let text = tables(&[&kept]);
         assert!(text.contains("| read 1 MiB | 581 | 396 | 900 |"), "{text}");
         assert!(text.contains("| read 1 MiB | 30.0 | 20.0 | 1.50 | 500 | 500 |"), "{text}");
-        assert!(text.contains("by RDMA in the emulated machine reach 1.50 of TCP there"), "{text}");
+        assert!(text.contains("over RDMA in the emulated machine reach 1.50 of TCP there"), "{text}");
     }
 }
