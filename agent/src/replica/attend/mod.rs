@@ -460,12 +460,12 @@ impl Attendant {
 
     /// `arrival`: the connection for which the sync ends.
     fn end(&mut self, arrival: Option<&Arrival>) {
-        match arrival {
-            Some(arrival) => {
-                tracing::info!(event = events::PRIMARY_CHANGED, primary = %arrival.address, "the server asks another primary: the sync that is under way ends");
-            }
-            // It is stuck, as was said.
-            None => {}
+        // Without a connection the sync is stuck, as was said.
+        if let Some(arrival) = arrival {
+            tracing::info!(
+                event = events::PRIMARY_CHANGED, primary = %arrival.address,
+                "the server asks another primary: the sync that is under way ends"
+            );
         }
         self.syncs.end();
     }
