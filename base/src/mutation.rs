@@ -1,6 +1,6 @@
 //! Mutation: known faults that a test can put back into the product, one at a time.
 //!
-//! Each hook stands where the product decides, and only tests and the simulation contain it. The simulation must find
+//! Each hook stands where the product decides, and no release build contains it. The simulation must find
 //! every one of them: see `dev/testing.md`.
 
 use std::cell::Cell;
