@@ -1,5 +1,5 @@
 //! Pinning: which part of a server's stream is pinned, for how long, and what a replica is answered. No I/O and no
-//! clock: [`link`](super::link) has the links, and a simulation has others.
+//! clock: `link.rs` has the links, and a simulation has others.
 //!
 //! ```text
 //!   Position ── the history is another ──────────────────▶ no

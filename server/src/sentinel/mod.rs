@@ -8,7 +8,7 @@
 //!                                  is, all of them, since some may not have heard of a fail-over yet ([`answers`])
 //! ```
 //!
-//! What a Sentinel answers comes from another process and is checked before it is used: [`answers`] reads it, without
+//! What a Sentinel answers comes from another process and is checked before it is used: `answers.rs` reads it, without
 //! I/O. [`choice`] picks the replica beside which a source sits. [`guard`] says whether Sentinel would take a replica
 //! back in the middle of a sync.
 //!

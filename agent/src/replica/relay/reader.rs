@@ -9,7 +9,7 @@
 //! ```
 //!
 //! It belongs to the delivery's thread and outlives a feed: if the lanes to the source break, the slots held stay, and
-//! other replicas continue to read them. Not here: how peers are connected ([`crate::replica::Upstream`]), and how
+//! other replicas continue to read them. Not here: how peers are connected ([`super`]), and how
 //! others read this copy ([`super::server`]).
 
 use std::os::fd::BorrowedFd;
