@@ -27,7 +27,9 @@ fn every_build_compiles_a_crate_with_the_features_that_the_tests_have() {
     let tests = features(&["--workspace"], "normal,build,dev");
     assert!(tests.len() > 300, "{tests:?}");
     let product = ["-p", "remora-agent", "-p", "remora-module"];
-    let builds: [&[&str]; 5] = [&["--workspace"], &product[..2], &product, &["-p", "xtask"], &["-p", "remora-bench"]];
+    // The benches are built together with what they measure.
+    let benches = [&["-p", "remora-bench"], &product[..]].concat();
+    let builds: [&[&str]; 5] = [&["--workspace"], &product[..2], &product, &["-p", "xtask"], &benches];
     for build in builds {
         let of_build = features(build, "normal,build");
         assert!(of_build.len() > 200, "{build:?}: {of_build:?}");
