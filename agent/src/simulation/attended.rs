@@ -1,4 +1,4 @@
-//! Attended: a server that `remora attend` stays beside, through a day of faults in minutes of the model's time.
+//! Attended: a server that `remora attend` stays beside, through two minutes of faults, in the model's time.
 //!
 //! ```text
 //!   seed ──▶ World: two primaries, the server, the gate, sources ◀── actions ── Attendance: the product's

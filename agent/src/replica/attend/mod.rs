@@ -402,10 +402,6 @@ impl Attendant {
                     arrival.take().into_iter().for_each(|arrival| self.pass(arrival, &why, is_noted));
                     None
                 }
-                Action::Drop => {
-                    arrival = None;
-                    None
-                }
                 Action::Keep => {
                     self.kept = arrival.take();
                     None
@@ -429,16 +425,14 @@ impl Attendant {
                     tracing::debug!("the server's new connections come here again");
                     None
                 }
-                Action::Close => {
-                    self.syncs.gate.close();
-                    None
-                }
                 Action::HandBack => {
                     self.syncs.gate.hand_back().await;
                     self.passing = None;
                     None
                 }
                 Action::End(_) => return Over::Yes,
+                // These are for a run that serves one copy.
+                Action::Drop | Action::Close => None,
             };
             actions.extend(follows.into_iter().flat_map(|event| self.attendance.handle(Instant::now(), event)));
         }

@@ -7,6 +7,7 @@
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
+use remora_base::random::Random;
 use remora_protocol::WaitCause;
 
 use super::tests::{failure, offer, rules, tables};
@@ -19,16 +20,12 @@ const EVENTS: usize = 300;
 /// Events that a run may take from the signal to its end.
 const LAST_EVENTS: usize = 400;
 
-/// SplitMix64: numbers that follow from a seed.
-struct Draw(u64);
+/// Draws numbers that follow from a seed.
+struct Draw(Random);
 
 impl Draw {
     fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        (mixed ^ (mixed >> 31)) % bound
+        self.0.draw() % bound
     }
 
     /// True once in `number` draws, on average.
@@ -80,7 +77,7 @@ impl World {
         let machine = Replica::begin(start, rules, Backoff::seeded(seed));
         let mut world = World {
             machine,
-            draw: Draw(seed),
+            draw: Draw(Random::seeded(seed)),
             began: start,
             now: start,
             reading: Reading::default(),
