@@ -213,6 +213,11 @@ features:
 	$(CARGO) clippy --quiet --locked -p remora-agent --no-default-features --features s3 -- -D warnings
 	$(CARGO) clippy --quiet --locked -p remora-agent --no-default-features --features age -- -D warnings
 
+## actionlint: the workflow files of the forge; needs Go
+.PHONY: actionlint
+actionlint:
+	go run github.com/rhysd/actionlint/cmd/actionlint@v1.7.7 .github/workflows/*.yml
+
 ## audit: sources, licences, versions and known vulnerabilities of the crates that are used; what can't be looked for is said
 .PHONY: audit
 audit:
