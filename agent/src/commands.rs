@@ -31,7 +31,7 @@ pub fn main() -> ExitCode {
     protect_memory();
     signals::end_with_parent();
     raise_descriptor_limit();
-    match run(cli.command) {
+    match run(cli.command, &cli.global) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             progress::say(&format!("remora: {failure}"));
@@ -83,7 +83,7 @@ fn raise_descriptor_limit() {
     }
 }
 
-fn run(command: Command) -> Result<(), Failure> {
+fn run(command: Command, global: &GlobalArgs) -> Result<(), Failure> {
     host_threads::check()?;
     if !matches!(command, Command::Source(_)) {
         refuse_passed_descriptors()?;
@@ -95,7 +95,7 @@ fn run(command: Command) -> Result<(), Failure> {
         .enable_all()
         .build()
         .map_err(|error| Failure::local(format!("cannot start the runtime: {error}")))?;
-    let outcome = runtime.block_on(dispatch(command));
+    let outcome = runtime.block_on(dispatch(command, global));
     // Threads that wait in a blocking call must not delay the end of the process.
     runtime.shutdown_background();
     outcome
@@ -126,7 +126,7 @@ fn stays(command: &Command) -> bool {
     }
 }
 
-async fn dispatch(command: Command) -> Result<(), Failure> {
+async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> {
     // Before a command has any files that it could read again, too.
     let _ignored = stays(&command).then(signals::hangups).transpose()?;
     match command {
@@ -148,7 +148,7 @@ async fn dispatch(command: Command) -> Result<(), Failure> {
         Command::Verify(args) => until_signal(crate::verify::run(args), ": nothing was changed on the servers").await,
         Command::Ready(args) => until_signal(crate::ready::run(args), "").await,
         Command::Switch(args) => crate::switch::run(args).await,
-        Command::Migrate(args) => crate::migrate::run(args).await,
+        Command::Migrate(args) => crate::migrate::run(args, global).await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
         Command::Module(args) => crate::tools::module(&args),
         Command::Token(args) => crate::tools::token(&args),

@@ -27,7 +27,7 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
-use crate::args::{DigestUse, HostPort, MigrateArgs, TokenAction, TokenCommandArgs, VerifyArgs};
+use crate::args::{DigestUse, GlobalArgs, HostPort, MigrateArgs, TokenAction, TokenCommandArgs, VerifyArgs};
 use crate::exit::{Code, Failure};
 use crate::server::{Client, Facts, Role, ServerError, ServerUrl, Task};
 use crate::signals::{CHILD_OF, Signals, until_signal};
@@ -38,14 +38,14 @@ use crate::{events, progress};
 /// # Errors
 /// The servers are not suitable, or the sync or the comparison failed. The message says in which state the new server
 /// is.
-pub async fn run(args: MigrateArgs) -> Result<(), Failure> {
+pub async fn run(args: MigrateArgs, global: &GlobalArgs) -> Result<(), Failure> {
     let follows = until_signal(look(&args), ": nothing was changed").await?;
     let (from, to) = (&args.ends.from, &args.ends.to);
     match follows {
         true => tracing::info!("{to} follows {from} already: no sync is needed"),
         false => {
             let mut signals = Signals::catch()?;
-            let agents = Agents::start(&args, &mut signals).await?;
+            let agents = Agents::start(&args, global, &mut signals).await?;
             agents.finish(&mut signals).await?;
         }
     }
@@ -151,12 +151,13 @@ struct Source {
 
 impl Agents {
     /// Starts a source, if none is named, and a replica agent that reads from it.
-    async fn start(args: &MigrateArgs, signals: &mut Signals) -> Result<Agents, Failure> {
+    async fn start(args: &MigrateArgs, global: &GlobalArgs, signals: &mut Signals) -> Result<Agents, Failure> {
         let source = match &args.source {
             Some(_) => None,
-            None => Some(Source::start(args, signals).await?),
+            None => Some(Source::start(args, global, signals).await?),
         };
         let mut command = agent("replica");
+        command.args(global.words());
         let ends = &args.ends;
         server_words(&mut command, &ends.to, ends.to_user.as_deref(), &ends.to_password_file, args);
         match (&source, &args.source, &args.token_file) {
@@ -203,12 +204,14 @@ impl Agents {
 }
 
 impl Source {
-    async fn start(args: &MigrateArgs, signals: &mut Signals) -> Result<Source, Failure> {
+    async fn start(args: &MigrateArgs, global: &GlobalArgs, signals: &mut Signals) -> Result<Source, Failure> {
         let no_folder = |error| Failure::local(format!("no folder for the token could be made: {error}"));
         let folder = tempfile::Builder::new().prefix("remora-migrate-").tempdir().map_err(no_folder)?;
         let token = folder.path().join(TOKEN);
         crate::tools::token(&TokenCommandArgs { action: TokenAction::New { file: token.clone() } })?;
         let mut command = agent("source");
+        // Its log is read here, and says where it listens, whatever the user wants to see.
+        command.args(global.config_words()).env("REMORA_LOG", "info");
         let ends = &args.ends;
         server_words(&mut command, &ends.from, ends.from_user.as_deref(), &ends.from_password_file, args);
         command.args(["--listen", "127.0.0.1:0", "--log-json", "--token-file"]).arg(&token);

@@ -59,7 +59,8 @@ Makes a server of another family or version an exact replica, and compares the t
 It says what differs between the two servers, starts a source for the old primary and a replica agent for the new server, which \
 converts the snapshot where that is needed, hands the new server over to native replication, and compares all data. The new server \
 then follows the old one until remora switch changes their roles, at a moment of your choice. The old primary is not changed, and \
-clients notice nothing. What the new server cannot hold is refused before it is touched. Called again, it goes on where it was.";
+clients notice nothing. What the new server cannot hold is refused before it is touched. Called again, it goes on where it was. Both agents also have the \
+options of their sections in the file that --config names, and the replica agent logs as this command is told to.";
 
 fn migrate_help() -> String {
     format!(

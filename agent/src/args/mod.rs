@@ -18,6 +18,8 @@ mod source;
 mod tools;
 mod volume;
 
+use std::ffi::OsString;
+
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 pub use remora_server::HostPort;
 
@@ -94,6 +96,21 @@ pub struct GlobalArgs {
     /// Show no progress, and only warnings and errors.
     #[arg(short, long, global = true)]
     pub quiet: bool,
+}
+
+impl GlobalArgs {
+    /// The options as words of a command line, for another agent that logs to the same place.
+    pub(crate) fn words(&self) -> Vec<OsString> {
+        let flags = [(self.log_json, "--log-json"), (self.quiet, "--quiet")];
+        let flags = flags.into_iter().filter(|(is_set, _)| *is_set).map(|(_, flag)| flag.into());
+        let level = ["--log-level".into(), self.log_level.name().into()];
+        level.into_iter().chain(flags).chain(self.config_words()).collect()
+    }
+
+    /// As [`GlobalArgs::words`], of the configuration file alone.
+    pub(crate) fn config_words(&self) -> Vec<OsString> {
+        self.config.iter().flat_map(|file| ["--config".into(), file.into()]).collect()
+    }
 }
 
 /// The commands.
