@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 use remora_protocol::{Join, Message, Offer, Outcome, Phase, Progress, RefusalCode, Resume};
 use remora_redis::ReplId;
 use remora_table::JournalReader;
-use tokio::sync::{oneshot, watch};
-use tokio::task::JoinHandle;
+use tokio::sync::{Mutex, oneshot, watch};
+use tokio::task::{JoinError, JoinHandle};
 use tokio::time::MissedTickBehavior;
 
 use self::recorder::{RecordError, Recorder};
@@ -60,6 +60,8 @@ struct Context {
     args: BackupArgs,
     target: Arc<Target>,
     from: From,
+    /// Held while a folder gets its name, which is not broken off: what is there then has a whole snapshot.
+    naming: Arc<Mutex<()>>,
 }
 
 /// A folder that has its name, and to which commands are written.
@@ -91,7 +93,7 @@ pub(super) async fn run(
     let name = from.name.clone().unwrap_or_else(|| "backup".to_owned());
     let data_set = DataSet::of_a_source(&from.expected);
     let from = From { read: from.read, credentials, data_set, name, sync_every: args.sync_every };
-    let context = Arc::new(Context { args, target, from });
+    let context = Arc::new(Context { args, target, from, naming: Arc::default() });
     let mut present = scrapes.meanwhile("what is there is being checked", resume(&context)).await?;
     let mut beginning = if present.is_none() { Some(context.begin(None, None)) } else { None };
     let mut due = context.due(present.as_ref());
@@ -164,6 +166,11 @@ async fn done(beginning: &mut Option<Beginning>) -> Result<Option<Set>, Failure>
     }
 }
 
+/// The folder that has got its name, if it has.
+fn named(done: Result<Result<Option<Set>, Failure>, JoinError>) -> Option<Set> {
+    done.ok()?.inspect_err(|failure| tracing::debug!("no new beginning: {failure}")).ok()?
+}
+
 /// Pending while there is no folder with commands.
 async fn ended(present: &mut Option<Set>) -> Ended {
     match present {
@@ -228,8 +235,25 @@ impl Context {
 
     /// Ends what is written, in order.
     async fn stopped(&self, signal: &str, present: Option<Set>, beginning: Option<Beginning>) -> Result<(), Failure> {
-        if let Some(task) = beginning {
-            task.abort();
+        let mut present = present;
+        if let Some(mut task) = beginning {
+            // Uploads are broken off, unless the present set needs the target.
+            if present.is_none() {
+                self.target.stop();
+            }
+            match self.naming.try_lock() {
+                // It holds no lock, and will not get one.
+                Ok(_held) => {
+                    task.abort();
+                    _ = (&mut task).await;
+                }
+                Err(_) => {
+                    if let Some(before) = named(task.await).and_then(|set| present.replace(set)) {
+                        let ended = before.following.stop().await;
+                        say_ended(&before.manifest, &ended);
+                    }
+                }
+            }
         }
         let Some(set) = present else {
             self.target.stop();
@@ -305,7 +329,13 @@ async fn begin(
         .filter(|(before, gap)| before.replid != manifest.replid || gap.after_offset < manifest.offset)
         .map(|(_, gap)| gap);
     let target = Arc::clone(&context.target);
-    let manifest = blocking(move || set.publish(&target, &rdb, &manifest)).await?;
+    let naming = Arc::clone(&context.naming).lock_owned().await;
+    let published = blocking(move || {
+        let published = set.publish(&target, &rdb, &manifest);
+        drop(naming);
+        published
+    });
+    let manifest = published.await?;
     progress::say(&format!(
         "{}: {} of {} at {}:{}, taken {}, in {:.2} s; the commands since are recorded",
         context.target.address_of(&manifest),
