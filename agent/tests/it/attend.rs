@@ -210,6 +210,7 @@ fn those_who_watch_see_what_became_of_the_servers_requests() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn under_fifty_thousand_writes_a_second_the_server_goes_on_at_its_primary() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind) else { return };
@@ -229,6 +230,7 @@ fn under_fifty_thousand_writes_a_second_the_server_goes_on_at_its_primary() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_partial_resynchronisation_that_the_primary_can_serve_is_the_primarys() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind) else { return };
@@ -337,6 +339,7 @@ fn the_source_is_killed_while_the_server_loads_and_the_primary_serves_it() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_at_an_ipv6_address_is_intercepted_too() {
     let Some(kind) = require::redis() else { return };
     let builder = primary(kind).config("bind", "* -::*");
@@ -351,6 +354,7 @@ fn a_primary_at_an_ipv6_address_is_intercepted_too() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_login_of_the_server_is_the_primarys_to_judge() {
     let Some(kind) = require::redis() else { return };
     let rules = "+psync +replconf +ping +info";
@@ -391,6 +395,7 @@ fn rules_that_would_not_work_are_refused_and_an_agent_without_rules_too() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn of_several_sources_the_one_with_the_history_of_the_servers_primary_serves_it() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind) else { return };
@@ -417,6 +422,7 @@ fn with_groups(script: &str) -> bool {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_is_intercepted_by_its_control_group() {
     let Some(kind) = require::redis() else { return };
     let Some(scene) = Scene::new(kind) else { return };
@@ -580,6 +586,7 @@ fn has_unread_bytes(server: &Server) -> Result<(), String> {
 
 /// A process that is killed while bytes wait for it resets its connections.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_reset_by_the_primary_reaches_a_server_whose_copy_is_passed_on() {
     for kind in require::kinds() {
         let Some(mut scene) = Scene::new(kind) else { return };
@@ -622,6 +629,7 @@ fn a_copy_under_writes(kind: Kind, primary: Builder, server: Builder) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_copy_of_the_primary_under_writes_is_made_once() {
     at_once(require::kinds(), |kind| {
         a_copy_under_writes(kind, quick(kind), quick(kind));
@@ -629,6 +637,7 @@ fn a_copy_of_the_primary_under_writes_is_made_once() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_logs_in_at_its_primary_is_let_go_when_the_primary_would_continue_it() {
     let Some(kind) = require::redis() else { return };
     let primary = quick(kind).user("copier", "pa55", "+psync +replconf +ping +info");
@@ -636,6 +645,7 @@ fn a_server_that_logs_in_at_its_primary_is_let_go_when_the_primary_would_continu
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_copy_that_is_loaded_while_it_arrives_is_made_once() {
     let Some(kind) = require::valkey() else { return };
     a_copy_under_writes(kind, quick(kind), quick(kind).config("repl-diskless-load", "swapdb"));

@@ -87,6 +87,7 @@ fn a_source_beside_the_attended_server_is_passed_over() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn two_servers_that_lose_their_links_do_not_wait_for_the_source_beside_one_of_them() {
     for kind in require::kinds() {
         let Some(scene) = scene(kind) else { return };
@@ -104,6 +105,7 @@ fn two_servers_that_lose_their_links_do_not_wait_for_the_source_beside_one_of_th
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn two_servers_with_a_source_beside_the_other_one_each_do_not_wait_for_each_other() {
     for kind in require::kinds() {
         let Some(scene) = scene(kind) else { return };
@@ -124,6 +126,7 @@ fn two_servers_with_a_source_beside_the_other_one_each_do_not_wait_for_each_othe
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_beside_a_replica_of_the_attended_server_is_passed_over() {
     for kind in require::kinds() {
         let Some(scene) = scene(kind) else { return };
@@ -143,6 +146,7 @@ fn a_source_beside_a_replica_of_the_attended_server_is_passed_over() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_whose_server_does_not_answer_is_passed_over() {
     let Some(kind) = require::redis() else { return };
     let Some(scene) = scene(kind) else { return };
@@ -217,6 +221,7 @@ fn a_source_whose_server_is_cut_off_after_the_attended_one_has_joined_is_given_u
 
 /// The first answer of a source is compared with the primary's history, and so is each later one.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_server_nothing() {
     for kind in require::kinds() {
         let Some(mut scene) = scene(kind) else { return };
@@ -253,6 +258,7 @@ fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_server_nothin
 
 /// The backlog of the source's server says nothing of the primary's, where the server goes on.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_behind_the_primarys_backlog_is_fed_on_though_that_of_the_sources_server_reaches_it() {
     for kind in require::kinds() {
         let primary =
@@ -385,6 +391,7 @@ impl Disturbed {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_detached_and_comes_back_while_it_is_handed_over_gets_in_step() {
     for kind in require::kinds() {
         let Some(mut scene) = Disturbed::new(kind) else { return };
@@ -396,6 +403,7 @@ fn a_server_that_is_detached_and_comes_back_while_it_is_handed_over_gets_in_step
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_pointed_elsewhere_while_it_is_handed_over_gets_in_step_there() {
     for (kind, moment) in require::kinds().into_iter().zip([0, 15]) {
         let Some(mut scene) = Disturbed::new(kind) else { return };
@@ -409,6 +417,7 @@ fn a_server_that_is_pointed_elsewhere_while_it_is_handed_over_gets_in_step_there
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_whose_links_break_while_it_is_handed_over_gets_in_step() {
     for (kind, moment) in require::kinds().into_iter().zip([0, 15]) {
         let Some(mut scene) = Disturbed::new(kind) else { return };
@@ -422,6 +431,7 @@ fn a_server_whose_links_break_while_it_is_handed_over_gets_in_step() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_stands_still_or_restarts_while_it_is_handed_over_gets_in_step() {
     for (kind, moment) in require::kinds().into_iter().zip([0, 15]) {
         let Some(mut scene) = Disturbed::new(kind) else { return };
@@ -444,6 +454,7 @@ fn a_server_that_stands_still_or_restarts_while_it_is_handed_over_gets_in_step()
 /// A fail-over: the new primary has the old one's history, so what the server has got is of use there. But its source
 /// hangs with the old primary.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_whose_primary_stands_still_in_the_copy_gets_in_step_with_the_one_that_a_fail_over_gives_it() {
     for kind in require::kinds() {
         let builder = quick(kind).config("repl-backlog-size", "1mb");
@@ -480,7 +491,8 @@ fn a_server_that_is_pointed_elsewhere_before_it_loads_is_given_nothing_of_its_fo
         at.server.replicate(&at.other).unwrap();
         at.agent.wait_for_event("primary_changed", LONG).unwrap();
         at.scene.primary.configure("repl-diskless-sync-delay", "0").unwrap();
-        handed_over(&at.agent, &at.server, 1);
+        // Once when the sync ends, and once when the other primary has served it.
+        handed_over(&at.agent, &at.server, 2);
         assert_same_data(&at.other, &at.server);
         let history = at.scene.primary.fact("master_replid").unwrap();
         let said = at.server.log();
@@ -491,7 +503,7 @@ fn a_server_that_is_pointed_elsewhere_before_it_loads_is_given_nothing_of_its_fo
         );
         // And the way back is the source's to serve.
         at.server.replicate(&at.scene.primary).unwrap();
-        handed_over(&at.agent, &at.server, 2);
+        handed_over(&at.agent, &at.server, 3);
         assert_same_data(&at.scene.primary, &at.server);
         assert_eq!(number(&at.scene.primary, "sync_full"), 1, "{kind}: the source's\n{}", at.agent.output());
     }

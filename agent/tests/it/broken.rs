@@ -208,6 +208,7 @@ fn a_replica_that_the_journal_has_passed_starts_over_alone() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_the_journal_has_passed_goes_to_a_primary_whose_backlog_still_covers_it() {
     for (kind, module) in require::kinds().into_iter().zip([false, true]) {
         is_overtaken(kind, module, BACKLOG);
@@ -284,6 +285,7 @@ fn load_part(primary: &Server, part: u32) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_with_less_maxmemory_than_the_data_still_gets_all_of_it() {
     for (kind, module) in kinds_and_module() {
         let primary = primary(kind).start().unwrap();
@@ -306,6 +308,7 @@ fn buffered(primary: &Server) -> u64 {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn writes_are_buffered_in_the_primary_only_while_it_takes_the_snapshot() {
     for kind in require::kinds() {
         let (primary, replica) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
@@ -556,6 +559,7 @@ fn a_primary_killed_while_it_makes_the_snapshot_is_asked_again_when_it_is_back()
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_that_restarts_while_its_snapshot_is_being_loaded_causes_a_new_generation() {
     for kind in require::kinds() {
         let mut primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
@@ -579,6 +583,7 @@ fn a_primary_that_restarts_while_its_snapshot_is_being_loaded_causes_a_new_gener
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_restarts_while_it_loads_is_redirected_again() {
     for kind in require::kinds() {
         let primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
@@ -604,6 +609,7 @@ fn a_server_that_restarts_while_it_loads_is_redirected_again() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_another_client_takes_over_meanwhile_is_left_to_it() {
     let Some(kind) = require::redis() else { return };
     let primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start().unwrap();

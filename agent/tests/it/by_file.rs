@@ -126,6 +126,7 @@ fn a_new_server_is_restarted_on_the_file_and_goes_on_at_its_primary() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_in_step_is_renewed_with_replace_and_its_saves_do_not_overwrite_the_file() {
     for kind in require::kinds() {
         let scene = Scene::with_data(primary(kind));
@@ -160,6 +161,7 @@ fn a_replica_in_step_is_renewed_with_replace_and_its_saves_do_not_overwrite_the_
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn after_a_restart_that_failed_the_former_file_is_beside_and_the_same_command_takes_it_up() {
     for kind in require::kinds() {
         let scene = Scene::with_data(primary(kind));
@@ -222,6 +224,7 @@ fn an_agent_that_is_killed_leaves_a_server_that_the_next_run_brings_in_step() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_stopped_agent_says_how_it_left_the_server() {
     let Some(kind) = require::redis() else { return };
     let scene = Scene::with_data(primary(kind));
@@ -266,6 +269,7 @@ pub(crate) fn gate(to: SocketAddr, is_let_in: fn(IpAddr) -> bool) -> SocketAddr 
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_would_not_work_is_refused_before_the_server_is_touched() {
     for kind in require::kinds() {
         let scene = Scene::with_data(primary(kind).user("follower", "pw", "~* &* +@all"));
@@ -341,6 +345,7 @@ fn a_file_from_which_the_primary_would_not_continue_is_not_put_in_place() {
 const LONG_VALUE: usize = 3 << 20;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_away_goes_on_although_clients_write_more_than_the_backlog_holds() {
     for kind in require::kinds() {
         let start = quick(kind).config("repl-backlog-size", "1mb").start().unwrap();
@@ -403,6 +408,7 @@ fn a_node_of_a_cluster_is_restarted_on_the_file_of_its_shard() {
 
 /// The server is not restarted on the file of another data set, and the run goes on when the right source is back.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_file_nothing() {
     for kind in require::kinds() {
         let scene = Scene::with_data(primary(kind));

@@ -304,6 +304,7 @@ fn client_keys_of_every_form_are_read_and_pairs_that_do_not_fit_are_refused_by_n
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_asks_for_a_certificate_and_a_port_without_tls_are_explained() {
     let Some(kind) = require::redis() else { return };
     let files = pair("leaf-names.pem", "leaf-names.key", "leaf-names.pem");

@@ -252,6 +252,7 @@ fn key_by_key(from: &Server, to: &Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn slots_move_as_a_whole() {
     let Some(kind) = require::valkey() else { return };
     while_both_load(kind, "as a whole", 1, |from, to| {

@@ -95,6 +95,7 @@ fn each_shard_has_its_source_in_the_plan_and_its_file_in_a_backup() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_cluster_is_left_alone_that_is_not_well_or_has_a_shard_without_a_source() {
     let Some(kind) = require::redis() else { return };
     let mut scene = Scene::new(kind);
@@ -298,6 +299,7 @@ fn followed(node: &Server) -> String {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn new_nodes_become_replicas_and_the_primaries_serve_no_full_copy() {
     at_once(require::kinds(), |kind| {
         let Some(scene) = SyncScene::new(kind, 0, SHARDS) else { return };

@@ -123,6 +123,7 @@ fn expiries_that_count_from_their_command_are_not_applied_late() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_changes_the_map_of_a_cluster_is_not_applied_late() {
     for kind in require::kinds() {
         let (primary, late, _) =
@@ -134,6 +135,7 @@ fn what_changes_the_map_of_a_cluster_is_not_applied_late() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_may_be_late_needs_no_other_snapshot() {
     for kind in require::kinds() {
         let said = [
@@ -152,6 +154,7 @@ fn what_may_be_late_needs_no_other_snapshot() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_message_is_not_repeated_to_a_replica_that_joins_after_it() {
     for kind in require::kinds() {
         for (repeat, wanted) in [("0s", "new"), ("1h", "old")] {
@@ -180,6 +183,7 @@ fn a_message_is_not_repeated_to_a_replica_that_joins_after_it() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn replicas_that_come_together_share_a_snapshot_while_messages_never_stop() {
     let Some(kind) = require::valkey() else { return };
     // On a busy machine they come within seconds of each other: those who come during the delay come together.
@@ -208,6 +212,7 @@ fn replicas_that_come_together_share_a_snapshot_while_messages_never_stop() {
 // ---- backups -------------------------------------------------------------------------------------------------------
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_backup_has_times_of_the_calendar_and_no_map_of_a_cluster() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -318,6 +323,7 @@ fn a_late_joiner_is_made_from_the_old_snapshot_without_a_fork() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn after_the_journal_was_overrun_the_next_joiner_has_a_new_snapshot_taken() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();
@@ -341,6 +347,7 @@ fn after_the_journal_was_overrun_the_next_joiner_has_a_new_snapshot_taken() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_snapshot_older_than_the_limit_is_not_offered() {
     let Some(kind) = require::redis() else { return };
     let primary = primary(kind).start().unwrap();
@@ -363,6 +370,7 @@ fn a_snapshot_older_than_the_limit_is_not_offered() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_new_snapshot_joins_the_stream_that_a_staying_replica_reads() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();
@@ -401,6 +409,7 @@ fn a_new_snapshot_joins_the_stream_that_a_staying_replica_reads() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn after_the_primary_restarted_the_next_joiner_follows_its_new_history() {
     for kind in require::kinds() {
         let mut primary = primary(kind).start().unwrap();

@@ -93,6 +93,7 @@ fn a_replica_on_the_sources_host_reads_plain_slots() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn values_that_do_not_shrink_stay_plain() {
     let Some(kind) = require::valkey() else { return };
     for method in ["lz4", "zstd"] {
@@ -158,6 +159,7 @@ fn fetch_reads_compressed_slots_and_writes_the_same_file() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_says_why_it_does_not_compress() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).start().unwrap();

@@ -82,6 +82,7 @@ fn without(rule: &str) -> String {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_will_happen_is_said_and_is_in_the_json() {
     for kind in require::kinds() {
         let top = Server::builder(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
@@ -123,6 +124,7 @@ fn what_will_happen_is_said_and_is_in_the_json() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_window_and_a_backlog_that_cannot_be_pinned_are_told() {
     for kind in require::kinds() {
         let top = quick(kind).config("repl-backlog-size", "64kb").start().unwrap();
@@ -152,6 +154,7 @@ fn a_transport_that_is_not_there_is_refused_by_both_runs() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_whose_user_may_not_take_a_snapshot_says_so_before() {
     for kind in require::kinds() {
         for (acl, lacks) in [("", "+psync"), ("+acl|dryrun +acl|whoami", "+psync"), ("", "+replconf")] {
@@ -177,6 +180,7 @@ fn a_source_whose_user_may_not_take_a_snapshot_says_so_before() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_beside_a_replica_that_has_begun_to_evict_says_so_before() {
     for kind in require::kinds() {
         let top = primary(kind).start().unwrap();
@@ -197,6 +201,7 @@ fn a_source_beside_a_replica_that_has_begun_to_evict_says_so_before() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_would_not_follow_is_refused_by_both_runs() {
     for kind in require::kinds() {
         let top = quick(kind).start().unwrap();
@@ -222,6 +227,7 @@ fn a_server_that_would_not_follow_is_refused_by_both_runs() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_without_flushall_or_a_configuration_to_write_is_told_of() {
     for kind in require::kinds() {
         let top = quick(kind).start().unwrap();
@@ -242,6 +248,7 @@ fn a_server_without_flushall_or_a_configuration_to_write_is_told_of() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_that_does_not_permit_the_server_to_replicate_is_found_before() {
     for kind in require::kinds() {
         let top = quick(kind).user("follower", "pw", "-@all +ping +info +replconf").start().unwrap();
@@ -260,6 +267,7 @@ fn a_primary_that_does_not_permit_the_server_to_replicate_is_found_before() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_primary_is_tried_from_the_address_that_the_server_connects_from() {
     for kind in require::kinds() {
         let top = quick(kind).start().unwrap();
@@ -303,6 +311,7 @@ fn a_server_of_another_kind_is_taken_or_refused_by_both_runs() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn both_runs_end_with_the_same_code_for_what_was_refused_before() {
     for kind in require::kinds() {
         let top = quick(kind).config("databases", 20).start().unwrap();

@@ -108,6 +108,7 @@ fn replica_of_another(kind: Kind) -> (Server, Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_whose_sync_is_stopped_follows_its_former_primary_again() {
     for kind in require::kinds() {
         let (_primary, source) = large_source(kind);
@@ -137,6 +138,7 @@ fn a_replica_whose_sync_is_stopped_follows_its_former_primary_again() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_former_primary_is_known_also_to_the_agent_after_one_that_was_killed() {
     for kind in require::kinds() {
         let (_primary, source) = large_source(kind);
@@ -152,6 +154,7 @@ fn the_former_primary_is_known_also_to_the_agent_after_one_that_was_killed() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_loads_beside_its_data_keeps_them_when_the_source_is_gone_for_good() {
     for kind in require::kinds() {
         let (_primary, mut source) = large_source(kind);
@@ -168,6 +171,7 @@ fn a_server_that_loads_beside_its_data_keeps_them_when_the_source_is_gone_for_go
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_cannot_be_emptied_is_said_to_be_detached_and_not_whole() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -191,6 +195,7 @@ fn a_server_that_cannot_be_emptied_is_said_to_be_detached_and_not_whole() {
 // ---- the configuration file ----
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_configuration_file_that_another_client_wrote_during_the_sync_is_written_again() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();
@@ -312,6 +317,7 @@ impl Scene {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_whose_agent_was_killed_while_it_loaded_follows_its_primary_by_hand() {
     for kind in require::kinds() {
         for password in ["", PASSWORD] {
@@ -328,6 +334,7 @@ fn a_server_whose_agent_was_killed_while_it_loaded_follows_its_primary_by_hand()
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_whose_agent_was_killed_when_it_was_in_step_follows_its_primary_by_hand() {
     for kind in require::kinds() {
         for password in ["", PASSWORD] {
@@ -341,6 +348,7 @@ fn a_server_whose_agent_was_killed_when_it_was_in_step_follows_its_primary_by_ha
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_guard_leaves_the_server_to_the_next_agent_and_ends() {
     let Some(()) = require::root() else { return }; // other processes cannot look at the guard
     for kind in require::kinds() {

@@ -81,6 +81,7 @@ fn replicas_of_a_valkey_that_offers_two_channels_are_exact_under_every_kind_of_w
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_stream_of_a_captured_replica_continues_in_the_database_that_it_is_in() {
     for (kind, channels) in [(require::redis(), ""), (require::valkey(), "no"), (require::valkey(), "yes")] {
         let Some(kind) = kind else { continue };
@@ -121,6 +122,7 @@ fn a_user_without_the_rule_for_a_second_channel_gets_all_over_one() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn valkey_servers_become_exact_replicas_of_a_redis_under_every_kind_of_write() {
     let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
     two_replicas_are_exact(redis, valkey);
@@ -254,6 +256,7 @@ fn a_server_that_is_fed_stays_close_and_is_handed_over_when_its_agent_is_stopped
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_fed_equals_an_idle_primary_without_a_hand_off() {
     for kind in require::kinds() {
         let fed = Staying::start(kind, "auto");
@@ -283,6 +286,7 @@ fn when_the_source_is_killed_the_server_goes_to_the_primary_without_loss() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn when_the_source_is_stopped_and_started_again_the_server_goes_to_the_primary_without_loss() {
     let Some(kind) = require::redis() else { return };
     let mut fed = Staying::start(kind, "tcp");
@@ -336,6 +340,7 @@ fn a_server_that_restarts_without_its_data_is_filled_again() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_that_drops_the_sources_link_loses_nothing_of_the_stream() {
     for kind in require::kinds() {
         let mut fed = Staying::start(kind, "auto");

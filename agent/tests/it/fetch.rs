@@ -40,6 +40,7 @@ impl Scene {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_starts_on_the_file_goes_on_by_a_partial_resynchronisation() {
     let Some(()) = require::root() else { return };
     for (kind, module) in kinds_and_module() {
@@ -122,6 +123,7 @@ fn a_file_that_the_primary_does_not_continue_is_not_put_in_place_unless_it_is_a_
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn standard_output_gets_the_same_bytes_however_slowly_it_takes_them() {
     let Some(()) = require::root() else { return };
     let server = primary(Kind::Valkey9).start().unwrap();
@@ -372,6 +374,7 @@ fn reader(file: &Path) -> Child {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_does_not_arrive_is_an_error_and_never_the_end_and_a_waiting_reader_can_be_killed() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     let server = primary(Kind::Redis7).start().unwrap();
@@ -394,6 +397,7 @@ fn what_does_not_arrive_is_an_error_and_never_the_end_and_a_waiting_reader_can_b
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn another_snapshot_is_another_file_and_no_byte_of_it_is_in_the_one_before() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     for kind in require::kinds() {
@@ -458,6 +462,7 @@ fn a_folder_without_room_ends_it_with_a_sentence() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_that_is_replaced_by_that_of_another_data_set_gives_the_file_nothing() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     for kind in require::kinds() {

@@ -252,6 +252,7 @@ fn an_attack_on_every_lane_ends_the_sync_with_its_name_and_leaves_the_server_emp
 
 /// The first conversation either begins or it does not, and then the agent ends and has touched nothing.
 #[test]
+#[ignore = "long: make test-all"]
 fn an_attack_on_the_first_conversation_changes_no_message() {
     let Some(scene) = Scene::new(1_000) else { return };
     for deed in [Deed::Change, Deed::Cut, Deed::Repeat, Deed::Swap] {
@@ -313,6 +314,7 @@ fn by_default_a_listener_on_the_network_reads_no_key_no_value_and_no_name() {
 
 /// Shows that the other test would hear something.
 #[test]
+#[ignore = "long: make test-all"]
 fn in_plaintext_a_listener_on_the_network_reads_all_of_them() {
     let Some((from_source, from_lender)) = overheard(&["--security", "none", "--plaintext-network"], "plaintext")
     else {

@@ -33,6 +33,7 @@ fn an_announced_address_is_where_the_server_is_handed_to() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_wrong_announcement_is_found_out_before_anything_is_touched() {
     let Some((kind, stage)) = one_of(require::redis()) else { return };
     let (primary, replica, other) =
@@ -107,6 +108,7 @@ fn a_server_with_the_right_masterauth_is_handed_over() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_masterauth_that_is_missing_wrong_or_too_much_is_named_before_anything_is_touched() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -257,6 +259,7 @@ fn steady_writer(server: &Server) -> (Arc<AtomicBool>, thread::JoinHandle<()>) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_backlog_too_small_for_the_writes_is_warned_of_and_the_hand_off_waits_for_calm() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -380,6 +383,7 @@ fn pair(kind: Kind) -> (Server, Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_beside_a_replica_makes_replicas_of_the_same_history() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -431,6 +435,7 @@ impl BesideAReplica {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_hand_off_waits_for_the_backlog_of_the_announced_primary_where_the_source_captures_a_replica() {
     for kind in require::kinds() {
         let replica = Server::start(kind).unwrap();
@@ -445,6 +450,7 @@ fn a_hand_off_waits_for_the_backlog_of_the_announced_primary_where_the_source_ca
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_small_backlog_of_a_captured_replica_does_not_hold_up_the_hand_off_to_the_announced_primary() {
     for kind in require::kinds() {
         let replica = Server::start(kind).unwrap();

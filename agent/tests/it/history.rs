@@ -63,6 +63,7 @@ fn exists(server: &Server, database: &str, key: &str) -> bool {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_that_is_shut_down_and_started_again_continues_its_replicas() {
     for kind in require::kinds() {
         let mut primary = filled(kind);
@@ -118,6 +119,7 @@ fn a_primary_that_starts_again_with_older_data_is_not_asked_again_and_again_for_
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_joins_after_the_change_gets_a_snapshot_of_the_new_history() {
     for kind in require::kinds() {
         let mut primary = filled(kind);
@@ -138,6 +140,7 @@ fn a_server_that_joins_after_the_change_gets_a_snapshot_of_the_new_history() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_captured_replica_that_is_promoted_does_not_give_its_new_writes_to_replicas_of_its_former_primary() {
     for kind in require::kinds() {
         let top = filled(kind);
@@ -165,6 +168,7 @@ fn a_captured_replica_that_is_promoted_does_not_give_its_new_writes_to_replicas_
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_captured_replica_that_is_promoted_takes_over_the_servers_that_were_fed_from_it() {
     for (kind, two_channels) in [(require::redis(), "no"), (require::valkey(), "no"), (require::valkey(), "yes")] {
         let Some(kind) = kind else { continue };
@@ -265,6 +269,7 @@ fn in_the_middle(source: &Source, server: &Server, more: &[&str]) -> Agent {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_in_the_middle_of_its_load_gets_nothing_of_it_and_is_in_step_once_the_right_source_is_back() {
     for (kind, stay) in require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
         let (stage, right, other) = (Stage::new(), slow(kind), foreign(kind));
@@ -327,6 +332,7 @@ fn a_later_source_that_names_an_unexpected_primary_is_refused_though_its_history
 
 /// The primary may begin a history that has nothing in common with the former one. It says so itself.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_that_lost_its_data_is_still_the_primary() {
     for kind in require::kinds() {
         let (stage, mut right) = (Stage::new(), slow(kind));

@@ -53,6 +53,7 @@ async fn ask(source: &Source, question: &Message) -> usize {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn questions_without_end_cost_the_primary_few_commands_and_the_last_one_is_answered() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();
@@ -240,6 +241,7 @@ fn decoded(keys: &[Vec<u8>]) -> Vec<RegionKey> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn neither_a_prober_nor_a_joiner_that_waits_opens_a_lane_to_a_table() {
     let Some(kind) = require::redis() else { return };
     let (primary, server) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());

@@ -139,6 +139,7 @@ fn a_password_that_is_missing_or_wrong_is_asked_for_by_both_ends() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn permissions_that_are_missing_are_named_as_rules() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -234,6 +235,7 @@ fn the_primary_itself_is_refused_as_a_replica_with_or_without_data() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_with_data_is_replaced_only_with_the_option_for_it() {
     for (kind, module) in kinds_and_module() {
         let stage = Stage::new();
@@ -348,6 +350,7 @@ fn garbage(at: SocketAddr, random: &mut Random) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn unauthenticated_connections_do_not_harm_a_sync() {
     let Some(kind) = require::redis() else { return };
     let stage = Stage::new();
@@ -410,6 +413,7 @@ fn a_full_state_directory_ends_the_sync_and_nothing_else() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_file_that_does_not_fit_is_refused_with_figures_and_a_full_disk_ends_it_at_once() {
     let Some(()) = require::root() else { return };
     let Some(kind) = require::valkey() else { return };
@@ -494,6 +498,7 @@ fn threads_that_cannot_be_started_are_an_error_and_no_panic() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_that_is_stopped_while_its_server_loads_leaves_it_as_was_chosen() {
     at_once(kinds_and_module(), |(kind, module)| {
         let stage = Stage::new();
@@ -528,6 +533,7 @@ fn an_agent_that_is_stopped_while_its_server_loads_leaves_it_as_was_chosen() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_dry_run_touches_nothing_and_finds_what_would_be_in_the_way() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -549,6 +555,7 @@ fn a_dry_run_touches_nothing_and_finds_what_would_be_in_the_way() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn functions_of_a_server_without_keys_are_not_replaced_without_being_asked_to() {
     for (kind, module) in kinds_and_module() {
         let stage = Stage::new();
@@ -583,6 +590,7 @@ fn a_server_with_fewer_databases_than_the_primary_uses_is_refused_before_anythin
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_database_that_the_primary_uses_only_while_the_agent_waits_is_found_before_anything_is_touched() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -643,6 +651,7 @@ fn an_agent_that_verifies_a_large_state_folder_can_be_stopped_meanwhile() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn two_agents_never_work_on_one_server_or_with_one_state_folder() {
     let Some(kind) = require::redis() else { return };
     let stage = Stage::new();

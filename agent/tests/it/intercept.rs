@@ -33,6 +33,7 @@ impl Scene {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_in_step_is_left_alone_and_with_replace_it_takes_a_full_copy_from_the_source() {
     for kind in require::kinds() {
         let Some(scene) = Scene::new(kind) else { return };
@@ -68,6 +69,7 @@ fn a_server_in_step_is_left_alone_and_with_replace_it_takes_a_full_copy_from_the
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_whose_link_is_down_comes_by_itself_and_a_copy_that_it_does_not_need_is_not_taken() {
     for kind in require::kinds() {
         let builder = primary(kind).user("copier", "pa55", "+psync +replconf +ping +info");
@@ -158,6 +160,7 @@ fn an_agent_that_is_killed_or_stopped_leaves_the_server_to_its_primary_and_the_n
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_cannot_be_intercepted_is_refused_and_not_touched() {
     for kind in require::kinds() {
         let Some(mut scene) = Scene::new(kind) else { return };
@@ -179,6 +182,7 @@ fn what_cannot_be_intercepted_is_refused_and_not_touched() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn auto_is_by_the_link_for_a_server_that_nothing_watches() {
     let Some(kind) = require::redis() else { return };
     let Some(scene) = Scene::new(kind) else { return };
@@ -201,6 +205,7 @@ fn fill_all_slots(primary: &Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn auto_is_by_interception_in_cluster_mode_and_refused_where_that_is_not_possible() {
     for kind in require::kinds() {
         let builder = || primary(kind).cluster();
@@ -227,6 +232,7 @@ fn auto_is_by_interception_in_cluster_mode_and_refused_where_that_is_not_possibl
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn auto_says_why_a_node_of_the_agents_own_user_is_refused() {
     let Some(kind) = require::redis() else { return };
     let cluster = start_cluster(None, kind, 3, 1);
@@ -321,6 +327,7 @@ fn a_full_copy_and_a_partial_one_are_served_over_tls() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_refuses_the_certificate_goes_to_its_primary_unread() {
     let Some((scene, certificates)) = scene() else { return };
     let server = certificates.follower(&scene);

@@ -205,6 +205,7 @@ fn in_step(cluster: &Cluster, primary: &Pod, pod: &Pod, spec: &Value) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn pods_of_the_set_become_replicas_and_the_primary_forks_once_for_all() {
     let (Some(()), Some(_)) = (require::namespaces(), require::redis()) else { return };
     let net = Net::new().unwrap();
@@ -233,6 +234,7 @@ fn pods_of_the_set_become_replicas_and_the_primary_forks_once_for_all() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn pods_start_on_a_fetched_file_and_go_on_at_the_primary() {
     let (Some(()), Some(_)) = (require::namespaces(), require::redis()) else { return };
     let net = Net::new().unwrap();

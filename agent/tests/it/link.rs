@@ -209,6 +209,7 @@ fn listening_sockets(pid: u32) -> usize {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_that_waits_for_a_snapshot_does_not_listen_for_its_server_yet() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {
@@ -252,6 +253,7 @@ fn a_process_of_another_user_is_disconnected_before_it_sends_anything() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_servers_login_is_a_secret_during_the_sync_and_its_own_at_the_primary() {
     for kind in require::kinds() {
         for user in [None, Some("repl")] {
@@ -269,6 +271,7 @@ fn the_servers_login_is_a_secret_during_the_sync_and_its_own_at_the_primary() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_without_a_login_still_has_no_login_afterwards() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -290,6 +293,7 @@ fn a_server_without_a_login_still_has_no_login_afterwards() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_process_on_the_port_of_a_killed_agent_reads_only_an_expired_secret() {
     for kind in require::kinds() {
         let guarded = Guarded::new(kind, 500);
@@ -326,6 +330,7 @@ fn a_process_on_the_port_of_a_killed_agent_reads_only_an_expired_secret() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_login_that_an_operator_sets_meanwhile_is_restored() {
     for kind in require::kinds() {
         let guarded = Guarded::new(kind, 500);
@@ -349,6 +354,7 @@ fn a_login_that_an_operator_sets_meanwhile_is_restored() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_without_permission_for_config_set_needs_a_login_of_its_own() {
     for kind in require::kinds() {
         let rules = "-@all +ping +info +replicaof +config|get +flushall";

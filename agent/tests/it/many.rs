@@ -299,6 +299,7 @@ fn a_small_replica_agent_reads(values: u64, memory: u64, windowed: bool, module:
 /// estimate is too small and the promise still holds: the source drops the snapshot and takes another one through a
 /// window.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_data_set_that_outgrows_its_table_before_the_fork_is_taken_again_through_a_window() {
     let Some(kind) = require::redis() else { return };
     // Time to write between the source's INFO and the fork.

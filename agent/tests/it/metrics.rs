@@ -210,6 +210,7 @@ fn a_replica_is_not_ready_before_it_is_in_step_and_its_port_is_named_if_it_is_ta
 const SECRET: &str = "a-key-that-is-nobodys-business";
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_page_of_a_source_shows_its_replicas_and_no_key() {
     let Some(kind) = require::valkey() else { return };
     let server = primary(kind).start().unwrap();

@@ -92,6 +92,7 @@ fn both() -> Option<(Kind, Kind)> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn valkey_becomes_redis_and_goes_back_without_another_copy() {
     let Some((redis, valkey)) = both() else { return };
     let (old, new) = (primary(valkey).start().unwrap(), primary(redis).start().unwrap());
@@ -99,6 +100,7 @@ fn valkey_becomes_redis_and_goes_back_without_another_copy() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn redis_becomes_valkey_and_goes_back_without_another_copy() {
     let Some((redis, valkey)) = both() else { return };
     let (old, new) = (primary(redis).start().unwrap(), primary(valkey).start().unwrap());
@@ -109,36 +111,46 @@ fn redis_becomes_valkey_and_goes_back_without_another_copy() {
 #[test]
 fn one_command_migrates_and_another_one_switches_there_and_back() {
     let Some((redis, valkey)) = both() else { return };
-    let stage = Stage::new();
-    for (from, to) in [(redis, valkey), (valkey, redis)] {
-        let (old, new) = (primary(from).start().unwrap(), primary(to).start().unwrap());
-        let abilities = of_both(&old, &new);
-        fill_with(&mut old.client().unwrap(), 3, abilities).unwrap();
-        old.configure("timeout", "77").unwrap();
-        old.client().unwrap().ok(&["ACL", "SETUSER", "of-the-old-one"]).unwrap();
-        let writing = writer(&old, abilities);
-        writing.wait_for(WRITES);
-        let (one, other) = (old.url(), new.url());
-        let said = stage.end(&["migrate", "--dry-run", "--from", &one, "--to", &other], 0);
-        says(&said, &["of-the-old-one", "timeout \"77\" and \"0\"", "nothing was touched"]);
-        assert_eq!(new.fact("role").unwrap(), "master");
-        let said = stage.end(&["migrate", "--from", &one, "--to", &other], 0);
-        says(&said, &["is an exact replica of", "next: remora switch --from"]);
-        // Again: there is nothing to copy.
-        says(&stage.end(&["migrate", "--from", &one, "--to", &other], 0), &["no sync is needed", "exact replica"]);
-        writing.stop().unwrap();
-        let copies = syncs(&old).0;
-        stage.end(&["switch", "--from", &one, "--to", &other], 0);
-        let writing = writer(&new, abilities);
-        writing.wait_for(WRITES);
-        writing.stop().unwrap();
-        stage.end(&["switch", "--from", &other, "--to", &one], 0);
-        assert_same(&old, &new);
-        assert_eq!((syncs(&old).0, syncs(&new).0), (copies, 0));
-    }
+    migrates_and_switches(redis, valkey);
 }
 
 #[test]
+#[ignore = "long: make test-all"]
+fn one_command_migrates_from_valkey_and_another_one_switches_there_and_back() {
+    let Some((redis, valkey)) = both() else { return };
+    migrates_and_switches(valkey, redis);
+}
+
+fn migrates_and_switches(from: Kind, to: Kind) {
+    let stage = Stage::new();
+    let (old, new) = (primary(from).start().unwrap(), primary(to).start().unwrap());
+    let abilities = of_both(&old, &new);
+    fill_with(&mut old.client().unwrap(), 3, abilities).unwrap();
+    old.configure("timeout", "77").unwrap();
+    old.client().unwrap().ok(&["ACL", "SETUSER", "of-the-old-one"]).unwrap();
+    let writing = writer(&old, abilities);
+    writing.wait_for(WRITES);
+    let (one, other) = (old.url(), new.url());
+    let said = stage.end(&["migrate", "--dry-run", "--from", &one, "--to", &other], 0);
+    says(&said, &["of-the-old-one", "timeout \"77\" and \"0\"", "nothing was touched"]);
+    assert_eq!(new.fact("role").unwrap(), "master");
+    let said = stage.end(&["migrate", "--log-json", "--from", &one, "--to", &other], 0);
+    says(&said, &["is an exact replica of", "next: remora switch --from", r#""event":"handing_over""#]);
+    // Again: there is nothing to copy.
+    says(&stage.end(&["migrate", "--from", &one, "--to", &other], 0), &["no sync is needed", "exact replica"]);
+    writing.stop().unwrap();
+    let copies = syncs(&old).0;
+    stage.end(&["switch", "--from", &one, "--to", &other], 0);
+    let writing = writer(&new, abilities);
+    writing.wait_for(WRITES);
+    writing.stop().unwrap();
+    stage.end(&["switch", "--from", &other, "--to", &one], 0);
+    assert_same(&old, &new);
+    assert_eq!((syncs(&old).0, syncs(&new).0), (copies, 0));
+}
+
+#[test]
+#[ignore = "long: make test-all"]
 fn a_migration_reads_from_a_source_that_runs_already() {
     let Some((redis, valkey)) = both() else { return };
     let (old, new) = (primary(redis).start().unwrap(), primary(valkey).start().unwrap());
@@ -256,6 +268,7 @@ fn a_command_that_the_server_does_not_know_ends_the_sync_before_it() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_older_redis_follows_a_newer_valkey_over_tcp_and_from_a_state_directory() {
     let Some((redis, valkey)) = both() else { return };
     let old = primary(valkey).config("repl-backlog-size", BACKLOG).start().unwrap();

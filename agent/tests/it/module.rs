@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use remora_agent::server::Task;
 use remora_lab::server::{Builder, module_library, wait_until};
@@ -75,6 +75,7 @@ fn assert_unharmed(primary: &Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn every_type_with_any_bytes_in_sixteen_databases_arrives_by_a_walk() {
     for (kind, fast) in walks() {
         let primary = with_module(kind).start().unwrap();
@@ -174,6 +175,7 @@ fn replicas_of_redis_walked_under_every_kind_of_write_are_exact() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn replicas_of_valkey_walked_under_every_kind_of_write_are_exact() {
     let Some(kind) = require::valkey() else { return };
     is_exact_under_every_kind_of_write(kind);
@@ -211,6 +213,7 @@ fn keeps_times_and_ages(kind: Kind, fast: [&str; 2], policy: &str, command: &str
     }
     let age = |server: &Server, key: &str| server.client().unwrap().int(&["OBJECT", command, key]).unwrap();
     let ages = ["soon", "list late"].map(|key| (key, age(&primary, key)));
+    let began = Instant::now();
     let mut source = walking(&primary, &[fast[0], fast[1], "--memory", "64MiB"]);
     source.replicate(&replica, &[]);
     wait_until_idle(&primary);
@@ -220,7 +223,11 @@ fn keeps_times_and_ages(kind: Kind, fast: [&str; 2], policy: &str, command: &str
     assert_same_data(&primary, &replica);
     for (key, wanted) in ages {
         let found = age(&replica, key);
-        assert!(wanted > 0 && (found - wanted).abs() <= 2, "{kind}: {command} of {key} is {found}, not {wanted}");
+        // A key that nobody reads grows idle by a second each second, and loses one of its uses each minute.
+        let passed = i64::try_from(began.elapsed().as_secs()).unwrap();
+        let (more, fewer) = if command == "IDLETIME" { (passed, 0) } else { (0, passed / 60) };
+        let expected = wanted - fewer - 2..=wanted + more + 2;
+        assert!(wanted > 0 && expected.contains(&found), "{kind}: {command} of {key} is {found}, not in {expected:?}");
     }
     let time = |server: &Server, key: &str| server.client().unwrap().int(&["PEXPIRETIME", key]).unwrap();
     for key in ["soon", "late", "list soon", "list late"] {
@@ -229,6 +236,7 @@ fn keeps_times_and_ages(kind: Kind, fast: [&str; 2], policy: &str, command: &str
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn expired_keys_that_the_server_has_not_removed_arrive() {
     for (kind, fast) in walks() {
         let primary = with_module(kind).start().unwrap();
@@ -260,6 +268,7 @@ fn expired_keys_that_the_server_has_not_removed_arrive() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_primary_keeps_the_strings_that_its_child_freed() {
     for (kind, fast) in walks() {
         let primary = with_module(kind).start().unwrap();
@@ -279,6 +288,7 @@ fn the_primary_keeps_the_strings_that_its_child_freed() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_window_that_is_smaller_than_the_data_is_walked_at_the_readers_pace() {
     for (kind, fast) in walks() {
         let primary = with_module(kind).start().unwrap();
@@ -296,6 +306,7 @@ fn a_window_that_is_smaller_than_the_data_is_walked_at_the_readers_pace() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_late_joiner_gets_the_walked_snapshot_and_a_second_one_joins_the_stream() {
     let Some(kind) = require::redis() else { return };
     let primary = with_module(kind).start().unwrap();
@@ -315,6 +326,7 @@ fn a_late_joiner_gets_the_walked_snapshot_and_a_second_one_joins_the_stream() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_beside_a_replica_walks_that_one_and_the_primary_notices_nothing() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();
@@ -341,6 +353,7 @@ fn a_source_beside_a_replica_walks_that_one_and_the_primary_notices_nothing() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_save_to_disk_that_is_already_running_is_not_mistaken_for_the_snapshot() {
     for kind in require::kinds() {
         let primary = with_module(kind).start().unwrap();
@@ -357,6 +370,7 @@ fn a_save_to_disk_that_is_already_running_is_not_mistaken_for_the_snapshot() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_save_to_disk_requested_while_the_source_waits_is_complete() {
     for kind in require::kinds() {
         // The source's sync waits for further replicas; the save runs first.
@@ -376,6 +390,7 @@ fn a_save_to_disk_requested_while_the_source_waits_is_complete() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_child_that_serves_another_replica_too_leaves_everything_to_the_server() {
     for kind in require::kinds() {
         let primary = with_module(kind).config("repl-diskless-sync-delay", 2).start().unwrap();
@@ -397,6 +412,7 @@ fn a_child_that_serves_another_replica_too_leaves_everything_to_the_server() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_syncs_through_files_is_not_walked() {
     for kind in require::kinds() {
         let primary = with_module(kind).config("repl-diskless-sync", "no").start().unwrap();
@@ -420,6 +436,7 @@ fn waits(primary: &Server, count: usize) -> Result<(), String> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_killed_between_arming_and_the_fork_does_not_harm_the_primary() {
     for kind in require::kinds() {
         let primary = with_module(kind).config("repl-diskless-sync-delay", 3).start().unwrap();
@@ -434,6 +451,7 @@ fn an_agent_killed_between_arming_and_the_fork_does_not_harm_the_primary() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_killed_while_its_table_is_full_does_not_harm_the_primary() {
     for kind in require::kinds() {
         let primary = with_module(kind).start().unwrap();
@@ -459,6 +477,7 @@ fn an_agent_killed_while_its_table_is_full_does_not_harm_the_primary() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_killed_child_fails_the_snapshot_and_the_next_one_is_taken_without_the_module() {
     let Some(kind) = require::redis() else { return };
     let primary = with_module(kind).start().unwrap();
@@ -481,6 +500,7 @@ fn a_killed_child_fails_the_snapshot_and_the_next_one_is_taken_without_the_modul
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_module_that_is_disabled_is_not_used() {
     for kind in require::kinds() {
         let primary = with_module(kind).config("remora.capture", "no").start().unwrap();
@@ -717,6 +737,7 @@ fn is_loaded_by_module(agent: &str) -> bool {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_user_with_the_rules_of_the_help_page_uses_the_module_and_one_without_them_works_without_it() {
     // The rules are those that the help pages and docs/reference/acl.md name.
     for (task, rules) in [(Task::Source, SOURCE_RULES), (Task::Replica, REPLICA_RULES)] {
@@ -731,6 +752,7 @@ fn a_user_with_the_rules_of_the_help_page_uses_the_module_and_one_without_them_w
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn clients_are_told_that_the_server_is_loading_while_the_module_loads() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();

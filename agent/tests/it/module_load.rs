@@ -65,12 +65,14 @@ fn is_exact_by(transport: &str, kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_redis_that_loads_out_of_the_sources_memory_is_exact() {
     let Some(kind) = require::redis() else { return };
     is_exact_by("shm", kind);
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_valkey_that_loads_out_of_the_sources_memory_is_exact() {
     let Some(kind) = require::valkey() else { return };
     is_exact_by("shm", kind);
@@ -83,6 +85,7 @@ fn a_redis_that_loads_out_of_its_agents_memory_is_exact() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_valkey_that_loads_out_of_its_agents_memory_is_exact() {
     let Some(kind) = require::valkey() else { return };
     is_exact_by("tcp", kind);
@@ -105,6 +108,7 @@ fn wait_until_it_loads(replica: &Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_that_is_killed_while_the_server_loads_leaves_it_empty_and_the_next_one_succeeds() {
     for kind in require::kinds() {
         let Some(builder) = with_module(kind) else { return };
@@ -129,6 +133,7 @@ fn an_agent_that_is_killed_while_the_server_loads_leaves_it_empty_and_the_next_o
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_that_ends_while_the_server_loads_costs_only_a_new_snapshot() {
     for kind in require::kinds() {
         let Some(builder) = with_module(kind) else { return };
@@ -145,6 +150,7 @@ fn a_source_that_ends_while_the_server_loads_costs_only_a_new_snapshot() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_keeps_its_way_of_loading_and_syncs_by_itself_afterwards() {
     for kind in require::kinds() {
         for way in ["disabled", "on-empty-db"] {
@@ -170,6 +176,7 @@ fn a_server_keeps_its_way_of_loading_and_syncs_by_itself_afterwards() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_serves_its_old_data_while_it_loads_still_does() {
     for kind in require::kinds() {
         let Some(builder) = with_module(kind) else { return };
@@ -183,6 +190,7 @@ fn a_server_that_serves_its_old_data_while_it_loads_still_does() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_module_that_is_switched_off_is_not_used() {
     for kind in require::kinds() {
         let Some(builder) = with_module(kind) else { return };
@@ -196,6 +204,7 @@ fn a_module_that_is_switched_off_is_not_used() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn with_the_module_at_both_ends_a_replica_is_exact_through_a_small_window() {
     for kind in require::kinds() {
         let (Some(first), Some(second)) = (with_module(kind), with_module(kind)) else { return };
@@ -247,6 +256,7 @@ fn a_writable_replica_keeps_keys_that_the_primary_persisted_while_it_loaded() {
 // before anything is touched.
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_lacks_a_module_whose_data_the_snapshot_holds_is_refused_before_anything_is_touched() {
     for kind in require::kinds() {
         let stage = Stage::new();

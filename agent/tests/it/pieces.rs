@@ -386,6 +386,7 @@ fn a_primary_that_begins_to_save_to_disk_after_the_module_was_armed_is_noticed_a
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_that_was_stopped_while_the_primary_saved_serves_an_exact_replica() {
     for kind in require::kinds() {
         for module in [false, true] {
@@ -416,6 +417,7 @@ fn a_source_that_was_stopped_while_the_primary_saved_serves_an_exact_replica() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_backup_with_a_journal_and_a_fetched_file_have_the_first_writes_too() {
     for kind in require::kinds() {
         let (stage, primary) = (Stage::new(), small_primary(kind, true, false));
@@ -535,6 +537,7 @@ fn lead(from: &Host, to: SocketAddr, instead: SocketAddr) {
 
 /// Slots that pass from replica to replica in other pieces, as the conversations about them do.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_reads_from_another_one_is_exact_whatever_pieces_their_links_deliver() {
     let Some(()) = require::namespaces() else { return };
     let seed = random::seed("relayed pieces");

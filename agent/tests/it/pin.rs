@@ -179,6 +179,7 @@ fn the_announced_primary_is_pinned_where_the_source_captures_a_replica() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_attended_server_goes_to_its_primary_while_clients_write_more_than_the_backlog_holds() {
     for kind in require::kinds() {
         let builder = quick(kind).config("repl-backlog-size", BACKLOG);

@@ -68,6 +68,7 @@ fn write_until_the_end(server: &Server) -> thread::JoinHandle<u64> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_with_a_source_ends_at_once_and_nothing_is_lost_quiet_and_under_writes() {
     for (kind, writes) in require::kinds().into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
         let mut primary = primary(kind).start().unwrap();
@@ -96,6 +97,7 @@ fn a_primary_with_a_source_ends_at_once_and_nothing_is_lost_quiet_and_under_writ
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn sigterm_ends_a_primary_with_a_source_too_by_tls_and_by_two_channels() {
     for kind in require::kinds() {
         let (stage, mut servers) = (Stage::new(), vec![(primary(kind), Vec::new())]);
@@ -124,6 +126,7 @@ fn sigterm_ends_a_primary_with_a_source_too_by_tls_and_by_two_channels() {
 
 /// A native replica that stands still makes the primary wait. The source comes back when that was called off.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_shutdown_that_is_called_off_costs_no_copy_and_wait_never_counts_the_source() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();
@@ -155,6 +158,7 @@ fn a_shutdown_that_is_called_off_costs_no_copy_and_wait_never_counts_the_source(
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_ends_at_once_while_a_snapshot_is_taken_with_the_module_and_without() {
     for (kind, module) in crate::kit::kinds_and_module() {
         let mut primary = crate::kit::with_or_without(primary(kind), module);
@@ -198,6 +202,7 @@ fn a_primary_ends_at_once_while_its_backlog_is_kept_for_a_hand_off() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_failover_that_only_a_source_makes_possible_is_ended_and_one_to_a_replica_succeeds() {
     for kind in require::kinds() {
         let mut primary = primary(kind).start().unwrap();
@@ -261,6 +266,7 @@ fn a_failover_that_a_source_may_not_end_is_named_with_the_command_that_does() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_primary_lists_a_source_without_a_port_and_keeps_its_backlog_for_it() {
     for kind in require::kinds() {
         let primary = primary(kind).config("repl-backlog-ttl", 1).start().unwrap();
@@ -285,6 +291,7 @@ fn the_primary_lists_a_source_without_a_port_and_keeps_its_backlog_for_it() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_outlasts_client_pause() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();
@@ -301,6 +308,7 @@ fn a_source_outlasts_client_pause() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_manual_failover_of_a_cluster_goes_to_the_replica_beside_a_source() {
     for kind in require::kinds() {
         let cluster = start_cluster(None, kind, 3, 1);

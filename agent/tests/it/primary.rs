@@ -230,6 +230,7 @@ fn a_primary_whose_saves_to_disk_fail_forks_less_and_less_often() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_snapshot_that_takes_longer_than_max_age_serves_who_waited_and_who_joined_meanwhile() {
     for (kind, diskless) in require::kinds().into_iter().flat_map(|kind| [(kind, "no"), (kind, "yes")]) {
         let primary = quick(kind).config("repl-diskless-sync", diskless).start().unwrap();
@@ -262,6 +263,7 @@ const MEBIBYTES: usize = 32;
 const CABLE: u64 = 100_000_000 / 8;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_sync_without_options_is_in_the_background_and_one_without_a_limit_is_not() {
     let Some(()) = require::namespaces() else { return };
     let Some(kind) = require::valkey() else { return };

@@ -64,6 +64,7 @@ impl Manager {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_is_ready_lives_says_what_it_does_and_stops() {
     let Some(kind) = require::redis() else { return };
     let (primary, replica) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
@@ -90,6 +91,7 @@ fn a_source_is_ready_lives_says_what_it_does_and_stops() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_that_is_stopped_in_the_middle_of_its_work_is_not_counted_as_alive() {
     let Some(kind) = require::redis() else { return };
     let primary = Server::start(kind).unwrap();
@@ -282,6 +284,7 @@ const PLAIN: [&str; 3] = ["remora-journal", "remora-record", "remora-snapshot"];
 const SEALED: [&str; 4] = ["remora-journal", "remora-record", "remora-sealed", "remora-snapshot"];
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_that_was_killed_goes_on_with_its_snapshot_and_with_what_was_written_meanwhile() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();
@@ -340,6 +343,7 @@ fn a_replica_whose_source_is_killed_in_the_middle_of_the_transfer_goes_on_where_
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_whose_server_has_gone_too_far_drops_what_was_kept_and_says_so() {
     let Some(kind) = require::redis() else { return };
     let primary = quick(kind).config("repl-backlog-size", "16kb").start().unwrap();
@@ -378,6 +382,7 @@ fn a_snapshot_that_is_over_is_kept_no_longer() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_comes_while_its_source_is_started_again_waits_at_the_port_of_the_manager() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();

@@ -24,6 +24,7 @@ fn drawn_percent(drawn: &str) -> f64 {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_status_says_how_far_a_replica_is_and_how_fast_it_reads() {
     at_once(require::kinds(), |kind| {
         let (primary, server) = (primary(kind).start().unwrap(), Server::start(kind).unwrap());
@@ -157,6 +158,7 @@ fn assert_near(what: &str, planned: &Value, found: u64, share: f64) {
 const MEMORY: f64 = 0.15;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_was_planned_is_what_a_sync_then_takes() {
     for kind in require::kinds() {
         let top = primary(kind).config("rdbcompression", "no").config("repl-backlog-size", "4mb").start().unwrap();
@@ -205,6 +207,7 @@ fn what_was_planned_is_what_a_sync_then_takes() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_that_cannot_be_asked_is_an_error_and_nothing_is_changed() {
     for kind in require::kinds() {
         let top = primary(kind).user("planner", "pw", "-@all +ping +info").start().unwrap();
@@ -283,6 +286,7 @@ fn a_source_without_data_is_measured_by_each_transport_and_takes_no_snapshot() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_tables_say_which_transports_are_unusable_and_why_and_the_time_limit_holds() {
     let Some(kind) = require::redis() else { return };
     let (stage, primary) = (Stage::new(), Server::start(kind).unwrap());
@@ -301,6 +305,7 @@ fn the_tables_say_which_transports_are_unusable_and_why_and_the_time_limit_holds
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn two_probes_at_once_share_the_region_and_a_wrong_token_gets_none() {
     let Some(kind) = require::redis() else { return };
     let (stage, primary) = (Stage::new(), Server::start(kind).unwrap());
@@ -325,6 +330,7 @@ fn ready(stage: &Stage, server: &Server, more: &[&str], code: i32) -> String {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_is_ready_once_it_is_in_step_with_its_primary() {
     for kind in require::kinds() {
         let (stage, first) = (Stage::new(), primary(kind).start().unwrap());

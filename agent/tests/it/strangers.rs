@@ -113,6 +113,7 @@ fn silent_connections_of_one_address_keep_no_replica_of_another_one_out() {
 const JOIN_LIMIT: Duration = Duration::from_secs(4);
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_flood_of_connections_delays_neither_a_replica_nor_the_capture_and_costs_few_descriptors() {
     for kind in require::kinds() {
         let primary = primary(kind).start().unwrap();
@@ -228,6 +229,7 @@ fn local_sockets(process: u32) -> Vec<String> {
 const LISTENS: &str = "00010000";
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_local_process_with_a_lingering_descriptor_delays_neither_the_source_nor_a_replica() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {
@@ -258,6 +260,7 @@ fn a_local_process_with_a_lingering_descriptor_delays_neither_the_source_nor_a_r
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_descriptor_of_the_tables_that_is_kept_cannot_be_written() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {
@@ -304,6 +307,7 @@ fn read_by_another_user(process: u32) -> String {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn another_process_of_the_sources_user_reads_neither_its_memory_nor_its_descriptors() {
     let Some(()) = require::root() else { return };
     for kind in require::kinds() {

@@ -29,6 +29,7 @@ fn roles(servers: [&Server; 2]) -> [String; 2] {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn no_acknowledged_write_is_lost_between_two_families_and_back() {
     let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
     for (from, to) in [(valkey, redis), (redis, valkey)] {
@@ -56,6 +57,7 @@ fn no_acknowledged_write_is_lost_between_two_families_and_back() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_dry_run_changes_nothing_and_what_is_done_is_not_done_again() {
     let stage = Stage::new();
     for kind in require::kinds() {
@@ -79,6 +81,7 @@ fn pair_and_another(kind: Kind) -> (Server, Server, Server) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_does_not_come_up_in_time_leaves_the_primary_as_it_was() {
     let stage = Stage::new();
     for kind in require::kinds() {
@@ -109,6 +112,7 @@ fn a_replica_that_does_not_come_up_in_time_leaves_the_primary_as_it_was() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_refuses_or_stands_still_leaves_the_primary_as_it_was() {
     let stage = Stage::new();
     for kind in require::kinds() {
@@ -187,6 +191,7 @@ fn what_cannot_change_its_role_is_refused_before_anything_is_changed() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_hook_leads_clients_to_the_new_primary() {
     let stage = Stage::new();
     for kind in require::kinds() {
@@ -211,6 +216,7 @@ fn a_hook_leads_clients_to_the_new_primary() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn both_servers_note_their_roles_if_that_is_wanted() {
     let stage = Stage::new();
     for kind in require::kinds() {
@@ -223,6 +229,7 @@ fn both_servers_note_their_roles_if_that_is_wanted() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_rules_of_the_help_page_are_enough() {
     let stage = Stage::new();
     for kind in require::kinds() {

@@ -314,6 +314,7 @@ fn with_expect_primary_another_port_of_the_sources_host_gets_no_password_either(
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_elsewhere_is_followed_if_it_is_expected_or_was_followed_before_or_the_source_proves_its_key() {
     for kind in require::kinds() {
         let (stage, primary) = (Stage::new(), guarded(kind));

@@ -159,6 +159,7 @@ fn a_lost_result_of_a_command_with_servers_is_code_8_and_a_verdict_is_said_befor
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_and_a_replica_agent_whose_log_cannot_be_written_do_their_work() {
     for kind in require::kinds() {
         let (stage, right, server) = (Stage::new(), primary(kind).start().unwrap(), Server::start(kind).unwrap());
@@ -222,6 +223,7 @@ fn a_backup_with_its_journal_and_a_fetch_whose_log_cannot_be_written_do_their_wo
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_that_attends_a_server_and_whose_log_cannot_be_written_does_its_work() {
     let Some(kind) = require::redis() else { return };
     let Some(scene) = attend::Scene::new(kind) else { return };
@@ -278,6 +280,7 @@ fn a_mounted_snapshot_whose_log_cannot_be_written_is_served() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_delivery_by_a_file_whose_log_cannot_be_written_does_its_work() {
     let Some(kind) = require::redis() else { return };
     for wrong in ALL {

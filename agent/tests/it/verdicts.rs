@@ -32,6 +32,7 @@ fn with_a_late_command(kind: Kind, command: &[&str]) -> (Server, Source) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_command_of_the_stream_that_the_server_does_not_know_fails_the_sync_and_is_named() {
     for kind in require::kinds() {
         for (name, command) in [("FLUSHALL", &["FLUSHALL"][..]), ("COPY", &["COPY", "counter", "other"][..])] {
@@ -51,6 +52,7 @@ fn a_command_of_the_stream_that_the_server_does_not_know_fails_the_sync_and_is_n
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn keys_that_expire_at_the_primary_and_a_server_without_del_fail_the_sync() {
     for kind in require::kinds() {
         let server = primary(kind).start().unwrap();
@@ -94,6 +96,7 @@ fn a_command_that_fails_at_the_server_alone_is_named() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn errors_of_the_servers_own_clients_are_no_matter_of_the_sync() {
     for kind in require::kinds() {
         let server = primary(kind).start().unwrap();
@@ -123,6 +126,7 @@ fn errors_of_the_servers_own_clients_are_no_matter_of_the_sync() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_intercepted_copy_with_a_command_that_failed_is_a_failed_one() {
     for kind in require::kinds() {
         let Some(mut scene) = Scene::new(kind) else { return };
@@ -166,6 +170,7 @@ fn source_beside(replica: &Server, top: &Server, more: &[&str]) -> Source {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_beside_a_replica_that_need_not_hold_what_its_primary_holds_is_refused() {
     for kind in require::kinds() {
         let top = primary(kind).start().unwrap();
@@ -199,6 +204,7 @@ fn a_source_beside_a_replica_that_need_not_hold_what_its_primary_holds_is_refuse
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_is_made_to_remove_keys_gives_no_further_snapshot() {
     for kind in require::kinds() {
         let top = primary(kind).start().unwrap();
@@ -221,6 +227,7 @@ fn a_replica_that_is_made_to_remove_keys_gives_no_further_snapshot() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_would_remove_what_it_gets_is_refused_also_by_a_dry_run() {
     for kind in require::kinds() {
         let server = primary(kind).start().unwrap();
@@ -290,6 +297,7 @@ fn keys_that_only_one_of_both_holds_at_one_offset_fail_the_sync() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn keys_whose_time_is_over_are_no_difference() {
     for kind in require::kinds() {
         let top = primary(kind).config("repl-ping-replica-period", 3600).start().unwrap();
@@ -309,6 +317,7 @@ fn keys_whose_time_is_over_are_no_difference() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn each_condition_is_explained_and_in_the_summary() {
     const NAMES: [&str; 7] = ["history", "snapshot", "stream", "commands", "evictions", "writes", "keys"];
     for kind in require::kinds() {
@@ -357,6 +366,7 @@ fn get(server: &Server, name: &str) -> Vec<u8> {
 const USER: &[u8] = b"r\xE9pl";
 
 #[test]
+#[ignore = "long: make test-all"]
 fn passwords_of_any_bytes_are_used_and_put_back_unchanged() {
     for kind in require::kinds() {
         let server = primary(kind).start().unwrap();

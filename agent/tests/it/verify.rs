@@ -65,6 +65,7 @@ fn an_exact_replica_with_every_type_is_the_same_by_digest_and_by_value() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn servers_of_both_families_with_the_same_data_are_the_same_however_they_encode_it() {
     let (Some(redis), Some(valkey)) = (require::redis(), require::valkey()) else { return };
     let (one, other) = (Server::start(redis).unwrap(), Server::start(valkey).unwrap());
@@ -161,6 +162,7 @@ const BEYOND_DIGESTS: [&[&str]; 9] = [
 ];
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_digests_say_nothing_of_is_compared_by_itself() {
     for kind in require::kinds() {
         for at_the_primary in [true, false] {
@@ -195,6 +197,7 @@ fn what_digests_say_nothing_of_is_compared_by_itself() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_consumer_that_has_read_nothing_is_not_replicated_and_no_difference() {
     for kind in require::kinds() {
         let (primary, replica) = replicated(kind);
@@ -223,6 +226,7 @@ fn a_consumer_that_has_read_nothing_is_not_replicated_and_no_difference() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_values_of_a_modules_type_are_compared() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -353,6 +357,7 @@ fn a_key_that_never_stands_still_is_undecided_and_all_others_are_the_same() {
 const MOST_MEMORY: u64 = 48 << 20;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_memory_of_a_comparison_does_not_grow_with_the_data() {
     let Some(kind) = require::redis() else { return };
     let (one, other) = (Server::start(kind).unwrap(), Server::start(kind).unwrap());
@@ -406,6 +411,7 @@ fn a_user_without_debug_and_memory_rules_gets_the_same_answer() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_acl_rules_of_the_help_page_suffice() {
     let rules = remora_agent::server::Task::Verify.rules();
     for kind in require::kinds() {

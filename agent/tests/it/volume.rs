@@ -159,6 +159,7 @@ fn a_volume_is_made_written_taken_over_and_shown_by_commands() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn servers_with_stores_have_the_volume_again_after_all_of_them_were_killed() {
     let Some(()) = require::nbd_clients() else { return };
     let mut scene = Scene::new(None, &[]);
@@ -301,6 +302,7 @@ fn damage_is_found_by_a_scrub_and_repaired_by_the_open_volume_or_by_repair() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn repair_levels_servers_that_came_back_and_names_one_that_does_not_answer() {
     let Some(()) = require::nbd_clients() else { return };
     let mut scene = Scene::new(None, &[]);
@@ -328,6 +330,7 @@ fn repair_levels_servers_that_came_back_and_names_one_that_does_not_answer() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_volume_grows_with_its_file_but_not_under_a_writer_that_is_at_work() {
     let Some(()) = require::nbd_clients() else { return };
     let mut scene = Scene::new(None, &[]);
@@ -362,6 +365,7 @@ fn a_volume_grows_with_its_file_but_not_under_a_writer_that_is_at_work() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_volume_is_removed_with_its_file_but_not_from_a_writer_that_is_at_work() {
     let Some(()) = require::nbd_clients() else { return };
     let mut scene = Scene::new(None, &[]);
@@ -555,6 +559,7 @@ fn certificates_for_nbd_clients_are_replaced_by_sighup_and_a_broken_file_changes
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn nbd_clients_on_other_hosts_need_tls_and_a_certificate() {
     let Some(()) = require::namespaces() else { return };
     let Some(()) = require::nbd_clients() else { return };
@@ -624,6 +629,7 @@ fn hang_up(agent: &mut Agent, event: &str) -> String {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn servers_and_a_writer_use_new_certificates_from_sighup_on() {
     let Some(()) = require::nbd_clients() else { return };
     let folder = tempfile::tempdir().unwrap();

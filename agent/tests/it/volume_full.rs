@@ -139,6 +139,7 @@ print(*said)
 
 /// What was written to mapped memory is refused when the kernel writes it back.
 #[test]
+#[ignore = "long: make test-all"]
 fn mapped_bytes_that_the_volume_refuses_fail_everything_until_they_are_cut_off() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     let scene = Scene::new(None, &[]);
@@ -172,6 +173,7 @@ fn mapped_bytes_that_the_volume_refuses_fail_everything_until_they_are_cut_off()
 /// A server with `appendfsync everysec` on a volume that is full for a while: it says so to its clients, and its log
 /// can be loaded with everything that it has said when it says that all is well again.
 #[test]
+#[ignore = "long: make test-all"]
 fn the_log_of_a_server_whose_volume_was_full_can_be_loaded_with_all_it_has_said() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     for kind in require::kinds() {
@@ -222,6 +224,7 @@ fn the_log_of_a_server_whose_volume_was_full_can_be_loaded_with_all_it_has_said(
 
 /// Zeros over more than there is room for: refused before anything has changed.
 #[test]
+#[ignore = "long: make test-all"]
 fn fallocate_that_does_not_fit_changes_nothing() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     let scene = Scene::new(None, &[]);
@@ -323,6 +326,7 @@ fn all_are_whole(scene: &Scene, file: &str) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn without_space_at_the_servers_a_mount_lives_refuses_changes_and_goes_on_reading() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     let (devices, scene) = scene();
@@ -359,6 +363,7 @@ fn without_space_at_the_servers_a_mount_lives_refuses_changes_and_goes_on_readin
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn without_space_at_the_servers_nbd_clients_are_told_so_and_read_on() {
     let (Some(()), Some(())) = (require::root(), require::nbd_clients()) else { return };
     let (devices, scene) = scene();

@@ -160,6 +160,7 @@ fn is_read_only(directory: &Directory) {
 /// Two hosts read the log of a server while it grows and is rewritten, while a host that lends memory dies, and while
 /// the writer's host dies and another one takes the files over.
 #[test]
+#[ignore = "long: make test-all"]
 fn other_hosts_read_the_log_of_a_server_as_it_grows() {
     let (Some(()), Some(()), Some(())) = (require::root(), require::fuse(), require::namespaces()) else { return };
     let Some(kind) = require::redis() else { return };
@@ -219,6 +220,7 @@ fn other_hosts_read_the_log_of_a_server_as_it_grows() {
 /// server of the first one ends by itself, and nothing that it has acknowledged is missing. In each round a rewrite of
 /// the log is under way. More rounds: `make cut-volume`.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_host_whose_cable_is_cut_is_replaced_without_losing_an_acknowledged_write() {
     let (Some(()), Some(()), Some(())) = (require::root(), require::fuse(), require::namespaces()) else { return };
     let rounds = number_of("REMORA_CABLE_ROUNDS").unwrap_or(2);

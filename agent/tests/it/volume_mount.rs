@@ -272,6 +272,7 @@ impl Drop for Tree {
 /// ext4, written while its host is replaced. The next host replays its journal, and finds it in order, with everything
 /// that was flushed.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_file_system_of_the_kernel_outlives_its_host() {
     let (Some(()), Some(()), Some(())) = (require::root(), require::fuse(), require::loop_devices()) else { return };
     let scene = Scene::new(None, &[]);

@@ -109,6 +109,7 @@ fn server(kind: Kind, directory: &Directory) -> Result<Server, remora_lab::Error
 /// The mount ends under a server, and the server is started again in its directory: it must not begin empty on the disk
 /// below.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_started_again_does_not_write_below_a_mount_that_has_ended() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     for kind in require::kinds() {

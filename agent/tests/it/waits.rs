@@ -87,6 +87,7 @@ fn verify(stage: &Stage, one: &Server, other: &Server) -> Agent {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_is_full_or_busy_is_named_and_waited_for_by_every_command() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -203,6 +204,7 @@ fn readers(stage: &Stage, at: &str, server: &Server) -> Vec<(Agent, Option<Direc
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn every_reader_of_a_source_gives_up_after_the_same_time_with_the_same_code() {
     at_once(require::kinds(), |kind| {
         // A source that is not there.
@@ -314,6 +316,7 @@ fn a_fork_that_fails_is_tried_again_and_its_causes_are_named() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_snapshot_that_does_not_begin_says_since_when_the_server_saves() {
     at_once(require::kinds(), |kind| {
         let (stage, replica) = (Stage::new(), Server::start(kind).unwrap());

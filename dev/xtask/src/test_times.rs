@@ -15,8 +15,9 @@ const LONGEST: usize = 20;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Options {
-    /// The report, such as target/nextest/all/junit.xml.
-    report: PathBuf,
+    /// The reports, such as target/nextest/default/junit.xml.
+    #[arg(required = true)]
+    reports: Vec<PathBuf>,
 
     /// A file to which a line is added: the time in seconds since 1970, processors, tests, and the seconds of all.
     #[arg(long, value_name = "FILE")]
@@ -25,9 +26,12 @@ pub(crate) struct Options {
 
 /// Prints the tables.
 pub(crate) fn run(options: &Options) -> Result<()> {
-    let text = fs::read_to_string(&options.report)
-        .map_err(|error| format!("{}: {error}; `make test-all` writes it", options.report.display()))?;
-    let report = Report::read(&text).map_err(|error| format!("{}: {error}", options.report.display()))?;
+    let mut report = Report(Vec::new());
+    for path in &options.reports {
+        let text = fs::read_to_string(path)
+            .map_err(|error| format!("{}: {error}; `make test-all` writes it", path.display()))?;
+        report.0.extend(Report::read(&text).map_err(|error| format!("{}: {error}", path.display()))?.0);
+    }
     print!("{}", report.tables());
     let Some(keep) = &options.keep else { return Ok(()) };
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());

@@ -46,6 +46,7 @@ fn a_dropped_session_leaves_an_ordinary_directory() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_file_system_in_use_is_written_back_and_taken_away() {
     by_each_transport(|options| {
         let files = memory();

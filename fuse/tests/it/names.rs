@@ -12,6 +12,7 @@ use crate::mounted::in_every_way;
 
 /// More names than one answer holds, with and without their attributes.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_long_directory_is_listed_once() {
     in_every_way(|at, _| {
         let folder = at.join("many");

@@ -12,6 +12,7 @@ use crate::kit::*;
 const MESSAGES_PER_DIRECTION: u64 = 125_000;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_million_messages_under_random_cuts_are_neither_lost_nor_doubled_nor_out_of_order() {
     let options = Options { workers: 2, ..Options::default() };
     let mut policy = quick(Policy::lossless_peer());
@@ -80,6 +81,7 @@ const QUESTIONS: u64 = 5000;
 /// Each thread asks when the last answer has come, so the worker sleeps again and again, and a thread that asks often
 /// finds it so. Two connections share the worker, and three threads each connection.
 #[test]
+#[ignore = "long: make test-all"]
 fn threads_that_ask_and_wait_get_every_answer() {
     let folder = tempfile::tempdir().unwrap();
     let options = Options { workers: 1, ..Options::default() };

@@ -92,6 +92,7 @@ fn one_agent_is_armed_at_a_time_and_a_disarmed_one_is_forgotten() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_with_a_heart_beat_stays_armed_and_a_silent_one_is_forgotten() {
     for kind in require::kinds() {
         let server = with_module(kind, "");
@@ -201,6 +202,7 @@ fn keys(server: &Server) -> i64 {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn without_permission_a_replica_gets_everything() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 18);
@@ -232,6 +234,7 @@ fn with_permission_strings_are_deleted_and_are_in_the_table() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn two_replicas_of_one_child_get_everything_even_with_permission() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 20);
@@ -252,6 +255,7 @@ fn two_replicas_of_one_child_get_everything_even_with_permission() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_walk_that_fails_ends_its_child_and_no_replica_gets_the_rest() {
     for kind in require::kinds() {
         let agent = Agent::new(Work::Walk, 21);

@@ -192,6 +192,7 @@ pub(crate) fn names(server: &Server) -> Vec<Vec<u8>> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_load_of_runs_is_like_a_load_by_the_server_itself() {
     for kind in require::kinds() {
         let parts = [(0, mixed(kind, 1, 20_000)), (9, mixed(kind, 2, 3_000)), (2, records(3, 500))];
@@ -235,6 +236,7 @@ fn elements(client: &mut Client, name: &[u8]) -> i64 {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn ages_are_set_as_the_server_sets_them() {
     for kind in require::kinds() {
         for (policy, question) in [("allkeys-lru", "IDLETIME"), ("volatile-lfu", "FREQ"), ("noeviction", "IDLETIME")] {

@@ -113,6 +113,7 @@ fn nbdinfo_and_qemu_find_the_holes() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn qemu_makes_images_on_it_and_finds_them_whole() {
     let Some(()) = require::nbd_clients() else { return };
     for device in devices(32 * MIB) {
@@ -166,6 +167,7 @@ fn qemu_io_reads_what_it_wrote() {
 
 /// Several connections write their parts of one device, with checksums, and read them back.
 #[test]
+#[ignore = "long: make test-all"]
 fn fio_verifies_what_many_connections_write() {
     let Some(()) = require::nbd_clients() else { return };
     for device in devices(32 * MIB) {

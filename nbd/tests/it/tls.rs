@@ -33,6 +33,7 @@ fn config(tls: &Tls, asks: bool) -> Arc<ServerConfig> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn clients_with_the_authority_copy_over_tls_and_others_get_nothing() {
     let Some(()) = require::nbd_clients() else { return };
     let folder = tempfile::tempdir().unwrap();

@@ -11,9 +11,9 @@ use crate::shape::Copies;
 /// Steps of one schedule: some hundred messages, several writers, and what happens to them.
 const STEPS: usize = 600;
 
-/// How long all kinds of volumes are played together, if [`plays::time`] is not told otherwise. With the plays of the
-/// stores ([`crate::disk`]), `make test` plays for a minute.
-const USUAL: Duration = Duration::from_secs(28);
+/// How long all kinds of volumes are played together, if [`plays::time`] is not told otherwise. `make test-all` says
+/// three times as long.
+const USUAL: Duration = Duration::from_secs(10);
 
 /// How long the search for a rule that was taken out may take.
 const FOUND_WITHIN: Duration = Duration::from_secs(300);

@@ -244,6 +244,7 @@ fn replaces(kind: u16, front: &[u8], data: usize) -> bool {
 /// Anything at all ends the connection that sent it, and nothing else: random bytes of any kind of message, calls of
 /// which bytes were changed, and calls that a client may not make, before it has said which volume it means and after.
 #[test]
+#[ignore = "long: make test-all"]
 fn garbage_harms_nobody_else() {
     let cluster = Cluster::new(1, 1, 100);
     let volume = cluster.open().unwrap();

@@ -9,6 +9,7 @@ use crate::cluster::{Cluster, until};
 use crate::pattern::{Checker, content};
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_ends_under_load_is_missed_by_nobody_and_taken_back_without_its_memory() {
     let mut cluster = Cluster::new(3, 2, 500);
     let volume = cluster.open().unwrap();

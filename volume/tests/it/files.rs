@@ -55,6 +55,7 @@ fn line(writer: u64, number: u64) -> Vec<u8> {
 
 /// Servers come and go, and then the writer's host dies.
 #[test]
+#[ignore = "long: make test-all"]
 fn everything_that_was_answered_is_there_for_the_next_writer() {
     let mut cluster = Cluster::new(3, 2, 16 << 10);
     let (volume, files) = formatted(&cluster);

@@ -77,6 +77,7 @@ fn check(volume: &Volume, blocks: u64) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_volume_that_grows_keeps_every_block_and_its_servers_have_them_again() {
     let folder = tempfile::tempdir().unwrap();
     for stores in [None, Some(folder.path())] {
@@ -141,6 +142,7 @@ fn a_volume_that_grows_keeps_every_block_and_its_servers_have_them_again() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_volume_grows_under_a_writer_only_if_that_is_wanted_and_that_writer_ends() {
     let cluster = cluster(500, None);
     let volume = cluster.open().unwrap();
@@ -244,6 +246,7 @@ fn a_full_device_refuses_the_growth_and_the_copy_is_as_before() {
 /// all the same, as a client that was killed in between leaves them, go back to the size that the volume has, also
 /// after a restart out of a store; but not if they have data behind it.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_size_that_one_server_refuses_is_no_size_and_there_is_a_way_back_from_it() {
     let folder = tempfile::tempdir().unwrap();
     for stores in [None, Some(folder.path())] {

@@ -42,6 +42,7 @@ fn looks(volume: &Volume) -> u64 {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_was_written_is_seen_in_the_memory_of_a_copy() {
     for reads in WAYS {
         let cluster = cluster(3, 2, 300);

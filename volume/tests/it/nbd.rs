@@ -101,6 +101,7 @@ impl Tool {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn fio_and_qemu_find_what_they_wrote_while_servers_are_killed_and_come_back() {
     let Some(()) = require::nbd_clients() else { return };
     let mut served = Served::new();
@@ -133,6 +134,7 @@ fn fio_and_qemu_find_what_they_wrote_while_servers_are_killed_and_come_back() {
 
 /// A format with tables of its own, which are written and read back in small pieces; and an image there and back.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_disk_image_of_qemu_is_written_checked_and_copied_back_while_servers_are_killed() {
     let Some(()) = require::nbd_clients() else { return };
     let mut served = Served::new();
@@ -182,6 +184,7 @@ fn holes(served: &Served) -> Vec<(u64, bool)> {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_sparse_image_is_copied_there_and_back_and_its_holes_are_found_while_servers_are_killed() {
     let Some(()) = require::nbd_clients() else { return };
     let mut served = Served::new();
@@ -224,6 +227,7 @@ fn a_sparse_image_is_copied_there_and_back_and_its_holes_are_found_while_servers
 
 /// With and without holes, at once and in parts of blocks.
 #[test]
+#[ignore = "long: make test-all"]
 fn what_qemu_and_fio_have_zeroed_or_discarded_reads_as_zeros() {
     let Some(()) = require::nbd_clients() else { return };
     let served = Served::new();
@@ -260,6 +264,7 @@ fn what_qemu_and_fio_have_zeroed_or_discarded_reads_as_zeros() {
 
 /// A server hangs while a client writes, for longer than the others wait for it.
 #[test]
+#[ignore = "long: make test-all"]
 fn fio_finds_what_it_wrote_while_a_server_hangs() {
     let Some(()) = require::nbd_clients() else { return };
     let mut served = Served::new();

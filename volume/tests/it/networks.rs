@@ -77,6 +77,7 @@ fn a_server_that_is_cut_off_is_left_out_in_time_and_taken_back_when_its_cable_is
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn writes_wait_while_two_servers_are_cut_off_and_go_on_when_their_cables_are_mended() {
     let Some(scene) = Scene::new(500) else { return };
     let mut checker = Checker::new(43);
@@ -103,6 +104,7 @@ fn writes_wait_while_two_servers_are_cut_off_and_go_on_when_their_cables_are_men
 
 /// The device is on the writer's host, and its clients are elsewhere: at its socket.
 #[test]
+#[ignore = "long: make test-all"]
 fn fio_finds_what_it_wrote_while_a_server_is_cut_off() {
     let (Some(scene), Some(())) = (Scene::new(nbd::BLOCKS), require::nbd_clients()) else { return };
     let volume = scene.open(&scene.writer, &options());
@@ -134,15 +136,14 @@ fn a_writer_that_is_cut_off_and_replaced_acknowledges_nothing_more() {
         (0..100).for_each(|_| assert!(checker.write(&first)));
         let second = scene.open(&scene.other, &options());
         let written = checker.check(&second);
-        // Answers that had arrived before the cut are read within moments, also on a busy machine.
+        // Answers that had arrived before the cut are read within moments, on a busy machine within seconds.
         let acknowledgements = || checker.ledger.lock().unwrap().acknowledgements;
-        let mut before = acknowledgements();
-        loop {
+        let (mut before, mut quiet) = (acknowledgements(), 0);
+        while quiet < 5 {
             std::thread::sleep(Duration::from_secs(1));
-            match acknowledgements() {
-                now if now == before => break,
-                now => before = now,
-            }
+            let now = acknowledgements();
+            quiet = if now == before { quiet + 1 } else { 0 };
+            before = now;
         }
         checker.settle(&second);
         assert!(written > 100, "{written}");
@@ -168,6 +169,7 @@ fn a_writer_that_is_cut_off_and_replaced_acknowledges_nothing_more() {
 /// A server comes back without its memory. Of the two that could lend, it does not reach the one that the writer would
 /// choose.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_copy_whose_lender_cannot_be_reached_is_taken_from_another_one() {
     let Some(mut scene) = Scene::new(500) else { return };
     let mut checker = Checker::new(45);
@@ -192,6 +194,7 @@ fn a_copy_whose_lender_cannot_be_reached_is_taken_from_another_one() {
 
 /// The lender has a slow cable, so that it is killed after a part of the copy was lent.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_copy_whose_lender_dies_meanwhile_is_taken_from_the_third_one() {
     let Some(()) = require::shaping() else { return };
     const BLOCKS: u64 = 16 << 10; // 64 MiB: more than 3 s over this cable

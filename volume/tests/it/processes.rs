@@ -171,6 +171,7 @@ pub fn all_are_whole(volume: &Volume, checker: &mut Checker) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_killed_server_is_hardly_noticed_and_taken_back_without_its_memory() {
     let mut servers = Remotes::new(2000);
     let mut checker = Checker::new(11);
@@ -197,6 +198,7 @@ fn a_killed_server_is_hardly_noticed_and_taken_back_without_its_memory() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_that_hangs_is_left_out_in_time_and_taken_back() {
     let mut servers = Remotes::new(2000);
     let mut checker = Checker::new(12);

@@ -42,6 +42,7 @@ fn copies_agree(mut cluster: Cluster, checker: &Checker) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn each_way_writes_the_same_blocks() {
     for (writes, server_options) in [
         (Writes::Inline, server_options()),
@@ -100,6 +101,7 @@ fn along_a_chain_the_bytes_leave_the_writer_once() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_of_a_chain_is_killed_and_nothing_is_lost() {
     let mut servers = Remotes::far(2000);
     let mut checker = Checker::of(22, 100);

@@ -109,6 +109,7 @@ fn any_number_of_readers_costs_the_writer_no_request_and_the_servers_two_each() 
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_reader_goes_on_when_servers_end_and_sees_what_was_acknowledged() {
     for reads in [Reads::Here, Reads::Far] {
         let mut cluster = cluster(16 << 10);

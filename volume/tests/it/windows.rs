@@ -40,6 +40,7 @@ impl Load {
 
 /// 60 MB/s and 5 ms: some 75 writes of a block fill it.
 #[test]
+#[ignore = "long: make test-all"]
 fn over_a_link_with_late_answers_a_window_grows_until_it_is_not_the_limit() {
     let cluster = Cluster::new(1, 1, 1000);
     let Address::Tcp(server) = cluster.addresses[0] else { unreachable!("its servers listen on TCP") };
@@ -71,6 +72,7 @@ fn over_a_link_with_late_answers_a_window_grows_until_it_is_not_the_limit() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn writers_share_what_a_server_has_and_never_have_more() {
     let staging = 40 * MIB;
     let server = Server::start(&"tcp:127.0.0.1:0".parse().unwrap(), &ServerOptions { staging, ..server_options() });

@@ -150,11 +150,13 @@ fn writers_are_killed(stores: Option<&Path>) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_killed_writers_have_acknowledged_is_there() {
     writers_are_killed(None);
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_killed_writers_have_acknowledged_is_there_with_stores() {
     let folder = tempfile::tempdir().unwrap();
     writers_are_killed(Some(folder.path()));
@@ -205,11 +207,13 @@ fn a_writer_that_was_stopped_for_longer_than_servers_may_take_goes_on() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_writer_that_was_stopped_and_replaced_ends_and_acknowledges_nothing_more() {
     a_writer_is_stopped(None);
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_writer_that_was_stopped_and_replaced_ends_and_acknowledges_nothing_more_with_stores() {
     let folder = tempfile::tempdir().unwrap();
     a_writer_is_stopped(Some(folder.path()));

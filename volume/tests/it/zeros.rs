@@ -67,6 +67,7 @@ fn zeros_are_read_and_mapped_and_no_bytes_of_them_are_sent() {
 
 /// Zeros that are under way are under way for a reader in the memory of this host, too.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_read_behind_zeros_does_not_return_what_was_there_before() {
     let cluster = Cluster::new(3, 2, BLOCKS);
     let volume = cluster.open().unwrap();
@@ -105,6 +106,7 @@ fn a_server_without_its_memory_takes_zeros_as_zeros() {
 
 /// The journal's records of zeros, and what a checkpoint makes of them.
 #[test]
+#[ignore = "long: make test-all"]
 fn zeros_are_in_the_stores_of_servers_that_are_killed_together() {
     let folder = tempfile::tempdir().unwrap();
     let mut servers = Remotes::with(BLOCKS, Some(folder.path()));

@@ -171,7 +171,7 @@ fn over_two_connections_the_stream_flows_beside_the_snapshot() {
         rig.stop();
         stopped = Instant::now();
     });
-    assert!(stopped.elapsed() < Duration::from_secs(3), "the capture ended {:?} after its stop", stopped.elapsed());
+    assert!(stopped.elapsed() < Duration::from_secs(20), "the capture ended {:?} after its stop", stopped.elapsed());
     assert_eq!(rig.snapshot_state(), (State::Sealed, Some(10_000)));
     assert!(rig.snapshot_bytes(10_000) == bytes);
     assert_eq!(rig.reported(), ["started at 77", "completed with 10000 bytes"]);

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use remora_protocol::{Phase, RefusalCode, WaitCause};
 use remora_redis::ReplId;
+use rustix::time::{ClockId, clock_gettime};
 
 use super::{UNMOVED_LIMIT, *};
 use crate::mutation::Mutation;
@@ -880,8 +881,8 @@ fn a_loaded_replica_whose_stream_is_lost_causes_no_other_snapshot() {
     assert_eq!((sent_away(&actions), begins(&actions)), (vec![2], None), "{actions:?}");
 }
 
-/// The least time of `rounds` rounds in which each of `replicas` readers of a full ring moves on `MOVES` times, per
-/// report.
+/// The time of the processor for one report, the least of `ROUNDS` rounds, in which each of `replicas` readers of a full
+/// ring moves on `MOVES` times.
 fn time_of_a_report(replicas: usize) -> Duration {
     const ROUNDS: u64 = 5;
     const MOVES: u64 = 4;
@@ -892,15 +893,16 @@ fn time_of_a_report(replicas: usize) -> Duration {
     }
     assert_eq!(offers(&bench.started(FIRST, replid(1), 10)).len(), replicas);
     (bench.reading.published, bench.reading.writer_waits) = (u64::MAX, 1);
+    let of_this_thread = || Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap();
     let round = |round: u64| {
-        let began = Instant::now();
+        let began = of_this_thread();
         for to in 1..=MOVES {
             for session in sessions.clone() {
                 bench.progress(session, Phase::Transfer, round * MOVES + to);
             }
             assert_eq!(bench.retire_below, round * MOVES + to);
         }
-        began.elapsed() / (MOVES * replicas as u64) as u32
+        (of_this_thread() - began) / (MOVES * replicas as u64) as u32
     };
     (0..ROUNDS).map(round).min().unwrap()
 }
@@ -908,6 +910,7 @@ fn time_of_a_report(replicas: usize) -> Duration {
 #[test]
 fn a_report_costs_as_much_among_a_thousand_replicas_as_among_ten() {
     let (few, many) = (time_of_a_report(10), time_of_a_report(1000));
-    // A look at all replicas would cost a hundred times as much.
-    assert!(many < few * 12, "{few:?} for a report of one of 10, {many:?} for one of 1000");
+    // A look at all replicas would cost a hundred times as much. Memory that another program has pushed out of the caches
+    // costs ten times.
+    assert!(many < few * 40, "{few:?} for a report of one of 10, {many:?} for one of 1000");
 }

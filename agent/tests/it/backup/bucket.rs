@@ -172,6 +172,7 @@ fn a_store_that_is_away_is_waited_for() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_upload_that_was_killed_is_invisible_and_is_broken_off_by_the_next() {
     let server = primary(Kind::Valkey9).start().unwrap();
     // Three parts.
@@ -280,6 +281,7 @@ fn a_moment_is_restored_without_the_segments_of_later_ones() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_new_beginning_leaves_no_gap_and_the_oldest_go_as_a_whole() {
     let server = primary(Kind::Valkey9).start().unwrap();
     fill(&server, 2, 6);
@@ -308,6 +310,7 @@ fn a_new_beginning_leaves_no_gap_and_the_oldest_go_as_a_whole() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn what_is_damaged_or_missing_is_named() {
     let server = primary(Kind::Redis7).start().unwrap();
     fill(&server, 1, 8);

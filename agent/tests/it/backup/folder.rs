@@ -233,6 +233,7 @@ fn a_backup_that_was_killed_goes_on_where_it_was() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_new_beginning_leaves_no_gap_and_the_oldest_go_as_a_whole() {
     let server = primary(Kind::Valkey9).start().unwrap();
     fill(&server, 2, 6);
@@ -359,6 +360,7 @@ fn a_running_servers_folder_is_refused_and_the_settings_that_load_a_backup_are_n
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn keys_whose_time_has_ended_since_the_snapshot_are_counted() {
     for kind in require::kinds() {
         let stage = Stage::new();
@@ -464,6 +466,7 @@ fn a_changed_byte_of_any_file_of_a_backup_is_refused_and_the_file_named() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_damaged_manifest_is_in_no_new_backups_way_and_never_taken_for_none() {
     let Some(kind) = require::redis() else { return };
     let scene = Scene::new(primary(kind).start().unwrap(), &super::ALWAYS_NEW);

@@ -60,8 +60,8 @@ fn three_replicas_behind_one_cable_take_about_one_copy_over_it() {
     }
 }
 
-/// The cable of a lender that slows down. It is never silent.
-const SLOW_CABLE: u64 = CABLE / 20;
+/// The cable of a lender that slows down. It is never silent, and its own copy would take another minute at least.
+const SLOW_CABLE: u64 = CABLE / 60;
 
 /// Slots that the lender holds when its reader joins, and that the reader holds when the lender slows down, of 384. The
 /// source knows the reader's rate by then.
@@ -99,7 +99,7 @@ fn a_lender_slows_down(kind: Kind) {
     succeeds(&mut reading, &reader.1);
     let took = began.elapsed();
     println!("{took:?} after the lender slowed down");
-    // Behind it the reader would be done when it is, after another twenty seconds.
+    // Behind it the reader would be done when it is, after another minute.
     assert!(lending.ended().unwrap().is_none(), "{took:?}; the source:\n{}", source.agent.output());
     source.agent.wait_for_event("upstream_assigned", LONG).unwrap();
     assert_same_data(&primary, &reader.1);
@@ -205,6 +205,7 @@ enum Then {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_lender_goes_on_when_its_server_has_and_its_next_sync_or_a_signal_ends_that() {
     let Some(()) = require::namespaces() else { return };
     for (kind, then) in require::kinds().into_iter().flat_map(|kind| [(kind, Then::AnotherCopy), (kind, Then::Stopped)])

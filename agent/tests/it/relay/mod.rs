@@ -13,7 +13,7 @@ use remora_lab::{Agent, Kind, Server, Workload, assert_same_data, fill_every_typ
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::kit::{LONG, Source, at_once, load, primary, syncs};
+use crate::kit::{LONG, Source, at_once, load, number, primary, syncs};
 use crate::link::link_of;
 
 const MIB: u64 = 1 << 20;
@@ -43,11 +43,18 @@ fn snapshot_bytes(source: &Source) -> u64 {
     source.status()["generation"]["snapshot_bytes"].as_u64().unwrap()
 }
 
-/// Asserts that one data set has left the source, plus lines, entries and the stream.
+/// Asserts that one data set has left the source, plus lines and entries.
 #[track_caller]
 fn assert_once(source: &Source, before: u64) {
+    assert_once_beside(source, before, 0);
+}
+
+/// As [`assert_once`], where replicas have read at most so many bytes of the stream from the source: on a busy machine a
+/// sync takes longer, and more is written meanwhile.
+#[track_caller]
+fn assert_once_beside(source: &Source, before: u64, stream: u64) {
     let (sent, set) = (served(source) - before, snapshot_bytes(source));
-    assert!(sent * 100 <= set * ONCE, "{sent} bytes left the source for a snapshot of {set}");
+    assert!(sent * 100 <= set * ONCE + stream * 100, "{sent} bytes left the source for a snapshot of {set}");
     assert!(sent >= set, "{sent} bytes for a snapshot of {set}: too few for one replica");
     println!("{sent} bytes left the source for a snapshot of {set}");
 }
@@ -90,12 +97,14 @@ fn four_replicas_under_load_are_exact_and_one_copy_leaves_the_source() {
         source.wait_for_status("all replicas to have joined", |status| {
             status["replicas"].as_array().is_some_and(|replicas| replicas.len() == 4)
         });
+        let began = number(&primary, "master_repl_offset");
         primary.configure("repl-diskless-sync-delay", "0").unwrap();
         for agent in &mut agents {
             agent.wait_for_success(LONG).unwrap();
         }
+        let streamed = number(&primary, "master_repl_offset") - began;
         writer.stop().unwrap();
-        assert_once(&source, 0);
+        assert_once_beside(&source, 0, streamed * servers.len() as u64);
         assert_eq!(syncs(&primary), (1, 4), "one snapshot, and four partial resynchronisations");
         for server in &servers {
             assert_same_data(&primary, server);
@@ -138,6 +147,7 @@ fn a_relay_is_killed(kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_late_joiner_reads_from_a_peer_that_lends_until_the_last_slot() {
     at_once(require::kinds(), a_peer_lends_to_the_end);
 }
@@ -238,6 +248,7 @@ fn a_relay_lingers(kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_stranger_at_a_relays_port_gets_no_slot_and_changes_nothing() {
     require::kinds().into_iter().for_each(a_stranger_comes);
 }
@@ -282,6 +293,7 @@ fn a_peer_is_slow(kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn replicas_that_do_not_lend_all_read_from_the_source() {
     let Some(kind) = require::valkey() else { return };
     let primary = primary(kind).start().unwrap();
@@ -301,6 +313,7 @@ fn replicas_that_do_not_lend_all_read_from_the_source() {
 
 /// The data set is three times the source's window: a slot stays there until every replica has it, from any peer.
 #[test]
+#[ignore = "long: make test-all"]
 fn replicas_feed_each_other_what_passes_through_a_window_at_the_source() {
     let Some(kind) = require::valkey() else { return };
     let primary = loaded(kind, 1, 96);
@@ -358,6 +371,7 @@ fn a_relay_of_a_window_is_killed(kind: Kind) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_small_relay_lends_a_window_and_its_reader_still_gets_all() {
     let Some(kind) = require::valkey() else { return };
     let primary = loaded(kind, 1, 48);
@@ -384,6 +398,7 @@ fn a_peer_with_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
 
 /// The peer has the key of the sealed table, and seals other bytes with it.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_peer_that_seals_wrong_bytes_is_dropped_and_named_and_none_of_them_arrives() {
     require::kinds().into_iter().for_each(|kind| is_dropped_and_named(kind, Some(Mode::Token)));
 }

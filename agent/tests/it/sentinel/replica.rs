@@ -7,6 +7,7 @@ use super::*;
 use crate::kit::{at_once, ends, follows, load_slowly, number, says, steady_writer, succeeds, wait_until_loading};
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_new_server_is_handed_over_to_the_primary_of_that_moment_and_sentinel_leaves_it_there() {
     at_once(require::kinds(), |kind| {
         let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 3000", NEVER_DOWN]);
@@ -79,6 +80,7 @@ fn a_sentinel_that_has_not_heard_of_a_fail_over_does_not_count() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_with_the_password_for_its_primary_may_follow_the_one_that_sentinel_names() {
     let Some(kind) = require::redis() else { return };
     let build = || primary(kind).require_pass("pa55").master_auth(None, "pa55");
@@ -149,6 +151,7 @@ fn a_server_without_a_configuration_file_is_refused_and_one_that_cannot_write_it
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_known_replica_whose_sync_sentinel_would_undo_is_refused_with_the_way_out() {
     at_once(require::kinds(), |kind| {
         let scene = Scene::new(kind, &["sentinel failover-timeout mymaster 1000", NEVER_DOWN]);
@@ -213,6 +216,7 @@ fn the_failover_timeout_is_raised_for_a_sync_and_put_back_also_by_the_next_agent
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_file_names_the_primary_as_sentinel_writes_it() {
     let Some(kind) = require::redis() else { return };
     let scene = Scene::new(kind, &[]);

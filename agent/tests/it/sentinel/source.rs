@@ -8,6 +8,7 @@ use crate::kit::{at_once, ends, follows, number, says, succeeds};
 const FOUND: &str = "found by the Sentinels";
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_sits_beside_a_replica_and_its_servers_go_to_the_primary_that_sentinel_names() {
     at_once(require::kinds(), |kind| {
         let scene = Scene::new(kind, &[NEVER_DOWN]);
@@ -88,6 +89,7 @@ fn a_source_whose_server_is_promoted_goes_to_another_replica() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_whose_server_dies_goes_on_with_the_stream_at_another_replica() {
     at_once(require::kinds(), |kind| {
         let mut scene = Scene::new(kind, &[]);
@@ -111,6 +113,7 @@ fn a_source_whose_server_dies_goes_on_with_the_stream_at_another_replica() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_group_without_a_suitable_replica_is_waited_for_and_options_that_contradict_are_refused() {
     let Some(kind) = require::redis() else { return };
     let lone = primary(kind).start().unwrap();

@@ -149,6 +149,7 @@ fn reads_are_measured_beside_their_rivals() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn nbd_requests_are_measured_beside_nbdkit() {
     let Some(()) = require::nbd_clients() else { return };
     let small = ["--rounds", "1", "--millis", "100", "--device-mib", "16", "--depths", "4"];

@@ -20,6 +20,7 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 const TRIES: u32 = 4;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_cut_cable_takes_the_link_between_two_servers_down_and_a_mended_one_brings_it_back() {
     let Some(()) = require::namespaces() else { return };
     let Some(kind) = require::redis() else { return };
@@ -50,6 +51,7 @@ fn a_cut_cable_takes_the_link_between_two_servers_down_and_a_mended_one_brings_i
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn two_hosts_can_be_cut_from_each_other_and_from_no_other_host() {
     let Some(()) = require::namespaces() else { return };
     let net = Net::new().unwrap();

@@ -35,6 +35,7 @@ fn a_native_replica_of_a_primary_under_every_kind_of_write_is_exact() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_writer_runs_every_operation_and_is_refused_only_for_known_reasons() {
     for kind in require::kinds() {
         let server = Server::start(kind).unwrap();

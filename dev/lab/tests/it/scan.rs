@@ -62,6 +62,7 @@ fn every_type_ends_where_the_scanner_finds_it(kind: Kind, compressed: &str) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn every_type_of_every_server_ends_where_the_scanner_finds_it() {
     for kind in require::kinds() {
         every_type_ends_where_the_scanner_finds_it(kind, "yes");

@@ -79,6 +79,7 @@ fn a_restarted_server_loads_its_file_and_a_paused_one_is_silent() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_server_with_certificates_replicates_over_tls() {
     let Some(kind) = require::redis().filter(|kind| kind.speaks_tls()) else { return };
     let folder = scratch::folder("tls").unwrap();

@@ -5,6 +5,7 @@ use remora_lab::require;
 use crate::xtask;
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_demo_makes_equal_replicas_by_every_method_and_prints_a_table() {
     let Some(_) = require::valkey() else { return };
     let folder = tempfile::tempdir().unwrap();
@@ -28,6 +29,7 @@ fn the_demo_makes_equal_replicas_by_every_method_and_prints_a_table() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn the_demo_of_volumes_loses_nothing_and_prints_a_table() {
     let Some(()) = require::nbd_clients() else { return };
     let folder = tempfile::tempdir().unwrap();

@@ -47,12 +47,14 @@ fn finds(replica: &str, finding: &str) {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn an_agent_that_panics_is_a_finding() {
     let Some(_) = require::redis() else { return };
     finds("echo \"thread 'main' panicked at nowhere\" >&2; exit 101", "replica-C panicked");
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_replica_that_differs_is_a_finding() {
     let Some(_) = require::redis() else { return };
     let script = "\"$remora\" \"$@\" || exit $?
