@@ -101,7 +101,8 @@ impl Task {
             Self::Cluster => {
                 "on every node; +cluster|getslotmigrations on Valkey 9; for --write-nodes-conf: +cluster|myshardid where \
                  the server has it; for remora cluster sync: +cluster|meet +cluster|replicate +cluster|reset on the nodes that it \
-                 names"
+                 names; for remora cluster migrate: these, what remora verify needs, +config|get +config|set +cluster|failover \
+                 +cluster|forget +readonly on all nodes"
             }
             Self::Switch => {
                 "+failover at the old primary only; without +pubsub|numsub it is not known whether Sentinels watch it; for \

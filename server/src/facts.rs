@@ -167,6 +167,12 @@ impl Facts {
         self.cluster_enabled == Some(true) && self.own_format().is_some()
     }
 
+    /// Whether both are of the same family, and of the same first two numbers of its version.
+    pub fn is_of_one_release_with(&self, other: &Facts) -> bool {
+        let release = |facts: &Facts| (facts.family, facts.version.map(|version| (version.major, version.minor)));
+        release(self) == release(other)
+    }
+
     /// Why a replica with these facts cannot load the snapshots of this primary: their RDB format is newer than the
     /// replica reads. `None` if it can load them, or if that is unknown. The numbers are those of `RDB_VERSION` in
     /// rdb.h of either server.

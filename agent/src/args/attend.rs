@@ -7,7 +7,7 @@ use clap::{Args, Subcommand};
 
 use super::replica::parse_memory;
 use super::server::ServerArgs;
-use super::{HostPort, LISTEN_PORT, LendArgs, LinkTlsArgs, MetricsArgs, PeerArgs, ReadArgs, SyncArgs};
+use super::{HostPort, LISTEN_PORT, LeftOut, LendArgs, LinkTlsArgs, MetricsArgs, PeerArgs, ReadArgs, SyncArgs};
 use crate::exit::{self, Code};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::server::Task;
@@ -71,6 +71,15 @@ pub struct AttendArgs {
     #[arg(long = "primary-port", value_name = "PORT", conflicts_with = "sentinels", default_values_t = [PRIMARY_PORT], value_parser = clap::value_parser!(u16).range(1..), help_heading = "Interception")]
     pub primary_ports: Vec<u16>,
 
+    /// Convert the copy of a primary of the other family, or of another version, as `remora replica --convert` does. No
+    /// full copy that the server could not load is let through to such a primary.
+    #[arg(long, help_heading = "Conversion")]
+    pub convert: bool,
+
+    /// What to leave out of the conversion, instead of refusing it; see `remora replica --help`.
+    #[arg(long, value_name = "WHAT", value_delimiter = ',', requires = "convert", help_heading = "Conversion")]
+    pub leave_out: Vec<LeftOut>,
+
     #[command(flatten)]
     #[allow(missing_docs)]
     pub metrics: MetricsArgs,
@@ -116,6 +125,9 @@ Examples:
   For a server that speaks TLS to its primary (tls-replication yes):
     remora attend --server redis://127.0.0.1:6379 --source 10.0.0.5:7379 \\
       --token-file token --link-cert agent.pem --link-key agent.key
+  Beside a Valkey that is to follow a Redis, in a cluster that moves from one to the other:
+    remora attend --server redis://127.0.0.1:6379 --source 10.0.0.5:7379 \\
+      --token-file token --convert
   Under Sentinel, with servers at different ports:
     remora attend --server redis://127.0.0.1:6379 --source 10.0.0.5:7379 \\
       --token-file token --sentinel 10.0.0.1:26379 --sentinel-name mymaster

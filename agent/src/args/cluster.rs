@@ -6,7 +6,9 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 
 use super::server::ServerArgs;
-use super::{FetchArgs, HostPort, RdmaRead, ReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, TransportChoice};
+use super::{
+    FetchArgs, HostPort, LeftOut, RdmaRead, ReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, TransportChoice,
+};
 use crate::exit::{self, Code};
 use crate::server::Task;
 use crate::server::nodes::{Node, is_id};
@@ -34,6 +36,9 @@ pub enum ClusterAction {
     Backup(ClusterBackupArgs),
     /// Make new nodes replicas, or let replicas take their data anew, through `remora attend` beside each.
     Sync(ClusterSyncArgs),
+    /// Move the cluster to new nodes of another family or version, shard by shard, while its clients go on.
+    #[command(long_about = MIGRATE_ABOUT)]
+    Migrate(ClusterMigrateArgs),
 }
 
 /// The cluster, and the sources beside its servers.
@@ -168,6 +173,56 @@ pub struct ClusterSyncArgs {
     pub json: bool,
 }
 
+/// The arguments of `remora cluster migrate`.
+#[derive(Clone, Debug, Args)]
+pub struct ClusterMigrateArgs {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub sources: ClusterSourcesArgs,
+
+    /// The new nodes: empty servers in cluster mode, one for each shard, with `remora attend --convert` beside each.
+    #[arg(long, value_name = "HOST:PORT,…", value_delimiter = ',', required = true, help_heading = "The nodes")]
+    pub to: Vec<HostPort>,
+
+    /// Give the shards back to the old nodes, by the same fail-overs in the other direction.
+    #[arg(long, help_heading = "What to do")]
+    pub back: bool,
+
+    /// Take the old nodes out of the cluster, and empty them (CLUSTER FORGET, CLUSTER RESET), once the new ones serve
+    /// all shards. With --back: the new ones, once the old ones serve all shards.
+    #[arg(long, help_heading = "What to do")]
+    pub forget: bool,
+
+    /// Show the plan, and change nothing (exit code 3 if it cannot be carried out).
+    #[arg(long, help_heading = "What to do")]
+    pub dry_run: bool,
+
+    /// Carry the plan out without asking.
+    #[arg(long, help_heading = "What to do")]
+    pub yes: bool,
+
+    /// What the agents beside the new nodes leave out (their --leave-out), so that the plan does not refuse it. Such
+    /// shards are no exact copies: give --no-verify, too.
+    #[arg(long, value_name = "WHAT", value_delimiter = ',', help_heading = "What to do")]
+    pub leave_out: Vec<LeftOut>,
+
+    /// Do not compare the data of each shard before its fail-over.
+    #[arg(long, help_heading = "What to do")]
+    pub no_verify: bool,
+
+    /// New nodes that take their data at once. The first one goes alone until its source shows that it reads there.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64), help_heading = "The nodes")]
+    pub at_once: u8,
+
+    /// How long a node may show no progress before it counts as failed.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "The nodes")]
+    pub stalled_after: Duration,
+
+    /// Print what was done as one JSON object.
+    #[arg(long, help_heading = "Output")]
+    pub json: bool,
+}
+
 /// Replicas that are to take their data anew.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Renew {
@@ -240,6 +295,14 @@ The shards of a cluster, with the sources beside their servers.
 Each command asks one node for the others, and every node for its state: nothing is kept between two commands. A source is beside the \
 shard whose replication history its server has; it may be beside the primary or beside a replica.";
 
+const MIGRATE_ABOUT: &str = "\
+Moves a cluster to new nodes of another family or version, shard by shard, while its clients go on.
+
+Each new node becomes a replica of one shard, through `remora attend --convert` beside it; the data are compared; then it takes the \
+shard by CLUSTER FAILOVER, one shard at a time, and the old primary follows it. The work stops on the first doubt, and says how far it \
+is. Nothing is kept between two commands: the same one goes on where the cluster is. The old nodes stay as replicas, which is the way \
+back (--back), until --forget takes them out.";
+
 fn more() -> String {
     format!(
         "\
@@ -250,8 +313,13 @@ Examples:
     remora cluster backup --server redis://10.0.0.5:6379 --source-port 7379 --token-file token \\
       --to backup-$(date +%F) --at-once 4
   Two more replicas, with remora attend beside each:
-    remora cluster sync --server redis://10.0.0.5:6379 --source-port 7379 --token-file token \
+    remora cluster sync --server redis://10.0.0.5:6379 --source-port 7379 --token-file token \\
       --add 10.0.0.9:6379,10.0.0.10:6379
+  From Redis to Valkey, with remora attend --convert beside each new node; and back, if need be:
+    remora cluster migrate --server redis://10.0.0.5:6379 --source-port 7379 --token-file token \\
+      --to 10.0.1.1:6379,10.0.1.2:6379,10.0.1.3:6379
+    remora cluster migrate --server redis://10.0.0.5:6379 --source-port 7379 --token-file token \\
+      --to 10.0.1.1:6379,10.0.1.2:6379,10.0.1.3:6379 --back
 
 {}
 {}",
@@ -262,7 +330,10 @@ Examples:
             Code::Source,
             Code::SyncFailed,
             Code::Interrupted,
-            Code::Local
+            Code::Local,
+            Code::Differs,
+            Code::Undecided,
+            Code::NotSwitched
         ]),
         Task::Cluster.help()
     )

@@ -28,8 +28,8 @@ pub use self::attend::{
 };
 pub use self::backup::{BackupArgs, Location, Pass, RestoreArgs, StoreArgs};
 pub use self::cluster::{
-    ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs,
-    ClusterSyncArgs, Renew,
+    ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterMigrateArgs, ClusterPlanArgs, ClusterSourcesArgs,
+    ClusterStatusArgs, ClusterSyncArgs, Renew,
 };
 pub use self::connections::{
     CompletionChoice, LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEnd, RdmaOffer,

@@ -3,15 +3,17 @@
 //! ```text
 //!   --server ── CLUSTER NODES, INFO ──▶ survey ─┬─▶ plan, status: tables
 //!   --sources ── plan, status ────────▶ sources ├─▶ backup: a file for each shard
-//!                                               ╰─▶ sync: nodes that become replicas
+//!                                               ├─▶ sync: nodes that become replicas
+//!                                               ╰─▶ migrate: nodes that take shards over
 //! ```
 //!
 //! - [`survey`]: the cluster at one moment. **Start here.**
 //! - [`plan`]: which source is beside which shard: the one whose server has the primary's replication history; and the
-//!   commands that say so. [`backup`], [`sync`]: the commands that do something.
+//!   commands that say so. [`backup`], [`sync`], [`migrate`]: the commands that do something.
 //! - [`nodes_conf`]: the configuration of a node that is to join.
 
 mod backup;
+mod migrate;
 pub(crate) mod nodes_conf;
 mod plan;
 mod survey;
@@ -34,5 +36,6 @@ pub async fn run(args: ClusterArgs) -> Result<(), Failure> {
         // The fetches catch signals themselves.
         ClusterAction::Backup(args) => backup::run(args).await,
         ClusterAction::Sync(args) => sync::run(args).await,
+        ClusterAction::Migrate(args) => migrate::run(args).await,
     }
 }

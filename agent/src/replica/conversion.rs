@@ -107,6 +107,12 @@ impl Conversion {
         self.left_out.drop_field_expiry
     }
 
+    /// Refuses a primary that holds what the server cannot.
+    pub(super) fn check_contents(&self, primary: &Facts, server: &Facts, url: &ServerUrl) -> Result<(), Failure> {
+        let holds_them = server.holds_field_ttls() || self.drops_field_expiry();
+        super::preflight::check_field_ttls(primary, server, url, holds_them)
+    }
+
     /// Refuses a primary that has run commands which the server does not know: they come again. `ran`: its `INFO
     /// commandstats`.
     pub(super) fn check_commands(&self, ran: &Info, primary: &Facts, url: &ServerUrl) -> Result<(), Failure> {
@@ -147,6 +153,49 @@ impl Conversion {
         }
     }
 }
+
+/// Refuses a server that cannot become a replica of this primary by a conversion, as far as the primary can tell.
+///
+/// # Errors
+/// Why, or one of them does not answer.
+pub(crate) async fn refuse(primary: &mut Client, server: &mut Client, left_out: &[LeftOut]) -> Result<(), Failure> {
+    let (of_primary, of_server) = (Facts::read(primary).await?, Facts::read(server).await?);
+    if of_primary.is_of_one_release_with(&of_server) {
+        return Ok(());
+    }
+    let (url, at) = (server.server().url().clone(), primary.server().url().clone());
+    let refused =
+        |why: String| Err(Failure::refused(format!("{url} ({}) cannot follow {at}: {why}", of_server.name())));
+    let missing: Vec<&str> = of_primary.modules_missing_at(&of_server);
+    let missing: Vec<&str> = missing.into_iter().filter(|name| !WITH_REDIS.contains(name)).collect();
+    if !missing.is_empty() && !left_out.contains(&LeftOut::ModuleKeys) {
+        return refused(format!(
+            "it lacks modules: {}; load them there, or have its agent leave their keys out (--leave-out module-keys)",
+            missing.join(", ")
+        ));
+    }
+    if of_primary.libraries.is_some_and(|count| count > 0)
+        && !of_server.has_redis(LISTS_COMMANDS)
+        && !left_out.contains(&LeftOut::Functions)
+    {
+        return refused("it knows no functions, and there are libraries of them (--leave-out functions)".into());
+    }
+    if let Some(highest) = of_primary.highest_database().filter(|highest| *highest > 0) {
+        let has = server.config_get(DATABASES_OF_A_CLUSTER).await?.and_then(|count| count.parse::<u32>().ok());
+        if has.is_none_or(|count| count <= highest) {
+            return refused(format!("there are keys in database {highest} ({DATABASES_OF_A_CLUSTER})"));
+        }
+    }
+    let conversion = Conversion::of(server, &of_server, left_out).await?;
+    conversion.check_contents(&of_primary, &of_server, &url)?;
+    conversion.check_commands(&primary.info("commandstats").await?, &of_primary, &url)
+}
+
+/// How many databases nodes of Valkey 9 have.
+const DATABASES_OF_A_CLUSTER: &str = "cluster-databases";
+
+/// Modules that are a part of Redis 8. Its commands that write say whether there are keys of them.
+const WITH_REDIS: [&str; 1] = ["vectorset"];
 
 /// Commands that write of the modules that are a part of Redis 8. Those of other modules come with a module that the
 /// server lacks, whose keys are refused.

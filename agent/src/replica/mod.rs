@@ -30,7 +30,7 @@
 pub mod attend;
 mod by_file;
 pub(crate) mod control;
-mod conversion;
+pub(crate) mod conversion;
 pub(crate) mod data_set;
 mod delivery;
 mod driver;

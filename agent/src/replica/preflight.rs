@@ -604,8 +604,7 @@ pub(super) fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) ->
     check_databases(facts, target, url)?;
     if let Some(conversion) = &target.conversion {
         // The converter finds keys of modules, wherever there are some: servers have modules that no key is of.
-        let holds_them = target.facts.holds_field_ttls() || conversion.drops_field_expiry();
-        return check_field_ttls(facts, &target.facts, url, holds_them);
+        return conversion.check_contents(facts, &target.facts, url);
     }
     check_modules(facts, target, url)?;
     check_field_ttls(facts, &target.facts, url, target.facts.holds_field_ttls_of(facts))
@@ -613,7 +612,12 @@ pub(super) fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) ->
 
 /// Refuses a server that cannot hold hashes whose fields expire, if the primary has any: the primary's snapshot for it
 /// would fail, or its own load.
-fn check_field_ttls(facts: &Facts, target: &Facts, url: &ServerUrl, holds_them: bool) -> Result<(), Failure> {
+pub(super) fn check_field_ttls(
+    facts: &Facts,
+    target: &Facts,
+    url: &ServerUrl,
+    holds_them: bool,
+) -> Result<(), Failure> {
     let hashes = facts.databases.iter().map(|database| database.field_expires).fold(0, u64::saturating_add);
     if hashes == 0 || holds_them {
         return Ok(());

@@ -39,21 +39,35 @@ use crate::server::{Facts, ServerError};
 
 /// Runs `remora verify`.
 pub async fn run(args: VerifyArgs) -> Result<(), Failure> {
+    let report = whole(&args).await?;
+    let told = match args.json {
+        true => progress::print_line(&report.json()),
+        false => progress::print(&report.to_string()),
+    };
+    conclude(&report).and(told)
+}
+
+/// Compares, and prints nothing. Returns the number of keys that are the same.
+///
+/// # Errors
+/// The servers differ, it could not be decided, or one of them does not answer.
+pub(crate) async fn same(args: &VerifyArgs) -> Result<u64, Failure> {
+    let report = whole(args).await?;
+    conclude(&report).map(|()| report.keys)
+}
+
+async fn whole(args: &VerifyArgs) -> Result<Report, Failure> {
     let begun = Instant::now();
     let mut patience = Patience::new(args.retry_for, RETRY_FOR);
     let mut report = loop {
-        match compared(&args).await {
+        match compared(args).await {
             Ok(report) => break report,
             // Nothing was changed: the comparison begins anew.
             Err(failure) => tokio::time::sleep(patience.after(Instant::now(), failure)?).await,
         }
     };
     report.seconds = begun.elapsed().as_secs_f64();
-    let told = match args.json {
-        true => progress::print_line(&report.json()),
-        false => progress::print(&report.to_string()),
-    };
-    conclude(&report).and(told)
+    Ok(report)
 }
 
 /// Connects to both servers and compares them once.

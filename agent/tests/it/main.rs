@@ -12,6 +12,7 @@ mod by_file;
 mod certificates;
 mod cli;
 mod cluster;
+mod cluster_migration;
 mod clusters;
 mod commands;
 mod compress;

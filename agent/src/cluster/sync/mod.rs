@@ -14,8 +14,8 @@
 //! alone, until its source shows that it reads there; and a full copy of a primary's own ends the work. Nothing is
 //! kept: a command that was interrupted is started again, and finds in the cluster what is left to do.
 
-mod node;
-mod program;
+pub(super) mod node;
+pub(super) mod program;
 
 use std::io::{BufRead, IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -47,7 +47,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// What became of one node.
 #[derive(Debug, Serialize)]
-struct Outcome {
+pub(super) struct Outcome {
     node: String,
     id: String,
     slots: String,
@@ -84,7 +84,8 @@ pub(super) async fn run(args: ClusterSyncArgs) -> Result<(), Failure> {
     let yes = args.yes;
     blocking(move || agree(yes)).await?;
     let mut signals = Signals::catch()?;
-    let mut work = Work::new(&args, server, credentials, survey, sources, program);
+    let pace = Pace { at_once: args.at_once, per_shard: args.per_shard, stalled_after: args.stalled_after };
+    let mut work = Work::new(pace, server, credentials, survey, sources, program);
     let outcome = tokio::select! {
         outcome = work.run() => outcome,
         signal = signals.next() => Err(Failure::new(
@@ -98,7 +99,7 @@ pub(super) async fn run(args: ClusterSyncArgs) -> Result<(), Failure> {
 
 /// # Errors
 /// The cluster is not well, or a shard that gets a replica has no source.
-fn ready(plan: &Plan, program: &Program) -> Result<(), Failure> {
+pub(super) fn ready(plan: &Plan, program: &Program) -> Result<(), Failure> {
     if let Some(problem) = plan.problems.first() {
         return Err(Failure::refused(format!("the cluster is not well: {problem}")));
     }
@@ -114,7 +115,7 @@ fn ready(plan: &Plan, program: &Program) -> Result<(), Failure> {
 ///
 /// # Errors
 /// The only source is the one beside the node itself.
-fn source_for<'a>(job: &Job, survey: &Survey, sources: &'a Sources) -> Result<&'a Seen, Failure> {
+pub(super) fn source_for<'a>(job: &Job, survey: &Survey, sources: &'a Sources) -> Result<&'a Seen, Failure> {
     let shard = survey.shards.get(job.shard);
     let source = shard.and_then(|shard| sources.beside_others_than(shard, job.loses.as_deref()));
     source.ok_or_else(|| {
@@ -126,7 +127,7 @@ fn source_for<'a>(job: &Job, survey: &Survey, sources: &'a Sources) -> Result<&'
     })
 }
 
-fn table(program: &Program, survey: &Survey, sources: &Sources) -> String {
+pub(super) fn table(program: &Program, survey: &Survey, sources: &Sources) -> String {
     let mut rows = vec![["NODE", "WHAT", "SLOTS", "PRIMARY", "SOURCE", "DATA"].map(str::to_owned)];
     let mut notes = program.notes.clone();
     for job in &program.jobs {
@@ -153,7 +154,7 @@ fn table(program: &Program, survey: &Survey, sources: &Sources) -> String {
 
 /// # Errors
 /// The operator does not agree, or cannot be asked.
-fn agree(yes: bool) -> Result<(), Failure> {
+pub(super) fn agree(yes: bool) -> Result<(), Failure> {
     if yes {
         return Ok(());
     }
@@ -186,8 +187,16 @@ struct Running {
     before: Counts,
 }
 
+/// How many nodes work at once, and how long one may show no progress.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pace {
+    pub(super) at_once: u8,
+    pub(super) per_shard: u8,
+    pub(super) stalled_after: Duration,
+}
+
 /// The work, once it is agreed to.
-struct Work {
+pub(super) struct Work {
     server: Server,
     credentials: Credentials,
     limits: Limits,
@@ -195,12 +204,12 @@ struct Work {
     survey: Survey,
     sources: Sources,
     turns: Turns,
-    done: Vec<Outcome>,
+    pub(super) done: Vec<Outcome>,
 }
 
 impl Work {
-    fn new(
-        args: &ClusterSyncArgs,
+    pub(super) fn new(
+        pace: Pace,
         server: Server,
         credentials: Credentials,
         survey: Survey,
@@ -212,14 +221,14 @@ impl Work {
             Some(shard) => server.at(&shard.primary.node.host, shard.primary.node.port),
             None => server,
         };
-        let turns = Turns::new(program.jobs, args.at_once.into(), args.per_shard.into());
-        let limits = Limits { stalled_after: args.stalled_after };
+        let turns = Turns::new(program.jobs, pace.at_once.into(), pace.per_shard.into());
+        let limits = Limits { stalled_after: pace.stalled_after };
         Work { server, credentials, limits, survey, sources, turns, done: Vec::new() }
     }
 
     /// # Errors
     /// The first failure of a node. No node begins after it; those at work are waited for.
-    async fn run(&mut self) -> Result<(), Failure> {
+    pub(super) async fn run(&mut self) -> Result<(), Failure> {
         let (mut nodes, mut failed) = (JoinSet::new(), None);
         let mut first: Option<Running> = None;
         let began = Instant::now();

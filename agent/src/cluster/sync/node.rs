@@ -48,7 +48,7 @@ pub(super) struct InStep {
 ///
 /// # Errors
 /// It does not answer.
-pub(super) async fn ask(server: &Server, place: &HostPort, survey: &Survey) -> Result<Newcomer, Failure> {
+pub(in crate::cluster) async fn ask(server: &Server, place: &HostPort, survey: &Survey) -> Result<Newcomer, Failure> {
     let mut client = server.connect().await?;
     let facts = Facts::read(&mut client).await?;
     if facts.cluster_enabled != Some(true) {

@@ -11,18 +11,18 @@ use crate::server::Facts;
 
 /// A node that is to be added, as it stands.
 #[derive(Clone, Debug)]
-pub(super) struct Newcomer {
+pub(in crate::cluster) struct Newcomer {
     /// Where it was asked.
-    pub(super) place: HostPort,
+    pub(in crate::cluster) place: HostPort,
     /// Its own line, and those of the nodes that it knows.
-    pub(super) own: Node,
-    pub(super) known: Vec<Node>,
-    pub(super) facts: Facts,
+    pub(in crate::cluster) own: Node,
+    pub(in crate::cluster) known: Vec<Node>,
+    pub(in crate::cluster) facts: Facts,
 }
 
 /// What a node is to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
+pub(in crate::cluster) enum What {
     /// It becomes a replica.
     Join,
     /// It throws its data away, and becomes a replica of its shard again.
@@ -43,34 +43,66 @@ impl fmt::Display for What {
 
 /// One node's work.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Job {
-    pub(super) node: HostPort,
-    pub(super) id: String,
-    pub(super) what: What,
+pub(in crate::cluster) struct Job {
+    pub(in crate::cluster) node: HostPort,
+    pub(in crate::cluster) id: String,
+    pub(in crate::cluster) what: What,
     /// The number of its shard in the survey.
-    pub(super) shard: usize,
+    pub(in crate::cluster) shard: usize,
     /// The run of the server that throws its data away: a source beside it cannot give them back.
-    pub(super) loses: Option<String>,
+    pub(in crate::cluster) loses: Option<String>,
 }
 
 /// All of it, in its order.
 #[derive(Debug)]
-pub(super) struct Program {
-    pub(super) jobs: Vec<Job>,
+pub(in crate::cluster) struct Program {
+    pub(in crate::cluster) jobs: Vec<Job>,
     /// What needs nothing, and why.
-    pub(super) notes: Vec<String>,
+    pub(in crate::cluster) notes: Vec<String>,
     /// The named nodes that follow the primary of a shard, or are to do so: their ids, and the numbers of the shards.
-    following: Vec<(String, usize)>,
+    pub(in crate::cluster) following: Vec<(String, usize)>,
+    placing: Placing,
+}
+
+/// Which shard a node goes to that has none yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Placing {
+    /// The one with the fewest replicas.
+    Fewest,
+    /// One that no other named node has.
+    OneEach,
 }
 
 impl Program {
     /// # Errors
     /// A node cannot become a replica, or there is no such replica.
-    pub(super) fn of(survey: &Survey, newcomers: Vec<Newcomer>, renew: &[Renew]) -> Result<Program, Failure> {
-        let mut program = Program { jobs: Vec::new(), notes: Vec::new(), following: Vec::new() };
-        // Those that follow a primary count where the others are placed.
-        let (following, joining): (Vec<_>, Vec<_>) =
-            newcomers.into_iter().partition(|newcomer| newcomer.own.primary.is_some());
+    pub(in crate::cluster) fn of(
+        survey: &Survey,
+        newcomers: Vec<Newcomer>,
+        renew: &[Renew],
+    ) -> Result<Program, Failure> {
+        Program::placing(Placing::Fewest, survey, newcomers, renew)
+    }
+
+    /// The program of nodes that are to take the shards over, one each. One that serves a shard already has it.
+    ///
+    /// # Errors
+    /// A node cannot become a replica, or there are more nodes than shards.
+    pub(in crate::cluster) fn one_each(survey: &Survey, newcomers: Vec<Newcomer>) -> Result<Program, Failure> {
+        Program::placing(Placing::OneEach, survey, newcomers, &[])
+    }
+
+    fn placing(
+        placing: Placing,
+        survey: &Survey,
+        newcomers: Vec<Newcomer>,
+        renew: &[Renew],
+    ) -> Result<Program, Failure> {
+        let mut program = Program { jobs: Vec::new(), notes: Vec::new(), following: Vec::new(), placing };
+        // Those that have a shard count where the others are placed.
+        let (following, joining): (Vec<_>, Vec<_>) = newcomers
+            .into_iter()
+            .partition(|newcomer| newcomer.own.primary.is_some() || !newcomer.own.slots.is_empty());
         for newcomer in following.into_iter().chain(joining) {
             program.add(survey, newcomer)?;
         }
@@ -115,6 +147,12 @@ impl Program {
             }
             return Ok(());
         }
+        let serves = survey.shards.iter().position(|shard| shard.primary.node.id == own.id);
+        if let (Placing::OneEach, Some(shard)) = (self.placing, serves) {
+            self.notes.push(format!("{place} serves {} already", slots_of(&own)));
+            self.following.push((own.id, shard));
+            return Ok(());
+        }
         if !own.slots.is_empty() {
             return refused("it is a primary with slots".into());
         }
@@ -125,7 +163,14 @@ impl Program {
         if known.iter().any(|node| node.id != own.id && !node.has("handshake") && !is_ours(node)) {
             return refused("it knows nodes of another cluster: CLUSTER RESET makes it forget them".into());
         }
-        let shard = self.place_for(survey, &own).ok_or_else(|| Failure::refused("the cluster has no shard"))?;
+        let shard = self.place_for(survey, &own).ok_or_else(|| match self.placing {
+            Placing::Fewest => Failure::refused("the cluster has no shard"),
+            Placing::OneEach => Failure::refused(format!(
+                "{place} is one too many, as each of the {} shards has a new node: remora cluster sync --add makes further replicas \
+                 afterwards",
+                survey.shards.len()
+            )),
+        })?;
         self.following.push((own.id.clone(), shard));
         self.jobs.push(Job { node: place, id: own.id, what: What::Join, shard, loses: None });
         Ok(())
@@ -137,10 +182,12 @@ impl Program {
         let is_counted = |id: &String, shard: usize| {
             survey.shards.get(shard).is_some_and(|shard| standing(shard).any(|member| member.node.id == *id))
         };
+        let taken = |wanted: usize| self.following.iter().any(|(_, shard)| *shard == wanted);
         let planned = |wanted: usize| {
             self.following.iter().filter(|(id, shard)| *shard == wanted && !is_counted(id, wanted)).count()
         };
-        let shards = survey.shards.iter().enumerate();
+        let is_free = |number: usize| self.placing == Placing::Fewest || !taken(number);
+        let shards = survey.shards.iter().enumerate().filter(|(number, _)| is_free(*number));
         let rank = |(number, shard): (usize, &Shard)| {
             let shares_host = shard.members().any(|member| member.node.host == own.host);
             (standing(shard).count() + planned(number), shares_host, number)
@@ -178,6 +225,11 @@ impl Program {
     }
 }
 
+/// `0-5460,5470`
+fn slots_of(node: &Node) -> String {
+    node.slots.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+}
+
 /// The replicas of a shard that are not lost.
 fn standing(shard: &Shard) -> impl Iterator<Item = &Member> {
     shard.replicas.iter().filter(|member| !member.node.is_lost() && !member.node.has("fail?"))
@@ -185,7 +237,7 @@ fn standing(shard: &Shard) -> impl Iterator<Item = &Member> {
 
 /// Whose turn it is.
 #[derive(Debug)]
-pub(super) struct Turns {
+pub(in crate::cluster) struct Turns {
     waiting: VecDeque<Job>,
     /// The shards of those at work.
     running: Vec<usize>,
@@ -196,12 +248,12 @@ pub(super) struct Turns {
 }
 
 impl Turns {
-    pub(super) fn new(jobs: Vec<Job>, at_once: usize, per_shard: usize) -> Turns {
+    pub(in crate::cluster) fn new(jobs: Vec<Job>, at_once: usize, per_shard: usize) -> Turns {
         Turns { waiting: jobs.into(), running: Vec::new(), at_once, per_shard, is_proven: false }
     }
 
     /// The next node that may begin.
-    pub(super) fn next(&mut self) -> Option<Job> {
+    pub(in crate::cluster) fn next(&mut self) -> Option<Job> {
         let at_once = if self.is_proven { self.at_once } else { 1 };
         if self.running.len() >= at_once {
             return None;
@@ -213,17 +265,17 @@ impl Turns {
         Some(job)
     }
 
-    pub(super) fn ended(&mut self, shard: usize) {
+    pub(in crate::cluster) fn ended(&mut self, shard: usize) {
         if let Some(place) = self.running.iter().position(|running| *running == shard) {
             self.running.swap_remove(place);
         }
     }
 
-    pub(super) fn prove(&mut self) {
+    pub(in crate::cluster) fn prove(&mut self) {
         self.is_proven = true;
     }
 
-    pub(super) fn has_proof(&self) -> bool {
+    pub(in crate::cluster) fn has_proof(&self) -> bool {
         self.is_proven
     }
 }

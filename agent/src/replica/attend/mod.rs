@@ -56,7 +56,7 @@ use crate::exit::Failure;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch, register as all};
 use crate::patience::Patience;
 use crate::sentinel::Sentinels;
-use crate::server::{Server, Task, TlsOptions};
+use crate::server::{Facts, Server, Task, TlsOptions};
 use crate::service::Service;
 use crate::signals::Signals;
 use crate::tasks::AbortOnDrop;
@@ -115,7 +115,8 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let _service = Service::ready(&format!("attending {}", server.url()));
     let (guide, passages) = (entrance.guide.take(), JoinSet::new());
     let watcher = guide.as_ref().map(Guide::watcher);
-    let syncs = Syncs::new(args.of_a_sync(), args.sources, tokens, server, gate.clone(), watcher);
+    let converts = args.convert.then_some(args.leave_out.clone());
+    let syncs = Syncs::new(args.of_a_sync(), args.sources, tokens, server, gate.clone(), watcher).converting(converts);
     let attendance = Attendance::new(Instant::now(), Rules::Stay);
     let (passing, kept, counts) = (None, None, Counts::default());
     let attendant = Attendant { syncs, attendance, passing, kept, guide, passages, counts };
@@ -306,12 +307,13 @@ impl Attendant {
         });
         loop {
             let is_syncing = self.attendance.is_syncing();
-            let mut outcome = Ok(());
+            let (mut outcome, mut comes_again) = (Ok(()), false);
             let (event, arrival) = tokio::select! {
                 biased;
                 _ = signals.next(), if !self.attendance.is_stopping() => (Event::Signal, None),
                 ended = self.syncs.ended() => {
                     self.note(&ended);
+                    comes_again = ended.is_err() && self.syncs.converts();
                     outcome = ended;
                     (Event::SyncEnded, None)
                 }
@@ -342,6 +344,10 @@ impl Attendant {
                 }
             };
             if self.handle(event, arrival).await == Over::Yes {
+                return outcome;
+            }
+            // It cannot load what its primary sends it.
+            if comes_again && self.handle(Event::Guided, None).await == Over::Yes {
                 return outcome;
             }
         }
@@ -480,7 +486,23 @@ impl Attendant {
         }
     }
 
+    /// Whether the primary would send the server a copy that has to be converted.
+    fn is_in_vain(&self, arrival: &Arrival, why: &Why) -> bool {
+        let facts = self.syncs.server_facts();
+        let cannot_load = |primary: &Facts| facts.is_some_and(|server| primary.unreadable_for(server).is_some());
+        *why == Why::NoSource && self.syncs.converts() && arrival.facts.as_ref().is_ok_and(cannot_load)
+    }
+
     fn pass(&mut self, arrival: Arrival, why: &Why, is_noted: bool) {
+        if self.is_in_vain(&arrival, why) {
+            tracing::warn!(primary = %arrival.address, "the server could not load a copy of this primary, so it is not asked for one: {why}");
+            // Its end is told as that of a connection that was passed on.
+            let (login, passage) = (arrival.login(), self.passages.spawn(async move { drop(arrival) }).id());
+            if is_noted {
+                self.passing = Some(Noted { passage, passing: Passing::new(login) });
+            }
+            return;
+        }
         self.counts.passed += 1;
         tracing::info!(event = events::PASSED_ON, primary = %arrival.address, "the server's request goes to its primary: {why}");
         let login = arrival.login();

@@ -55,7 +55,7 @@ impl Answered {
 }
 
 /// Asks all sources at once, and returns the first that can serve the attended server. `attended`: what the server says
-/// of itself.
+/// of itself; `kind`: what the sources are told of it.
 ///
 /// # Errors
 /// None of them can, and why.
@@ -64,7 +64,7 @@ pub(super) async fn find(
     others: &[HostPort],
     tokens: &TokenFiles,
     arrival: &Arrival,
-    attended: &Facts,
+    (attended, kind): (&Facts, &str),
 ) -> Result<Answered, Failure> {
     let needs = Needs { primary: arrival.facts.clone().unwrap_or_default(), attended: attended.clone() };
     let mut asked = JoinSet::new();
@@ -72,7 +72,7 @@ pub(super) async fn find(
         let mut args = args.clone();
         args.read.source = at.clone();
         let credentials = tokens.credentials(args.source_key);
-        asked.spawn(ask_one(args, credentials, needs.clone()));
+        asked.spawn(ask_one(args, credentials, needs.clone(), kind.to_owned()));
     }
     let mut causes = Vec::new();
     while let Some(answered) = asked.join_next().await {
@@ -90,8 +90,8 @@ pub(super) async fn find(
     Err(Failure::new(Code::Source, text))
 }
 
-async fn ask_one(args: SyncArgs, credentials: Credentials, needs: Needs) -> Result<Answered, Failure> {
-    let mut answered = ask_source(args, credentials, &needs.attended.name()).await?;
+async fn ask_one(args: SyncArgs, credentials: Credentials, needs: Needs, kind: String) -> Result<Answered, Failure> {
+    let mut answered = ask_source(args, credentials, &kind).await?;
     let at = answered.args.read.source.clone();
     let of = |unfit: String| Failure::new(Code::Source, format!("the source {at}: {unfit}"));
     let before = answered.plan.offset;
@@ -101,7 +101,7 @@ async fn ask_one(args: SyncArgs, credentials: Credentials, needs: Needs) -> Resu
         Fit::IfItMoves => tokio::time::sleep(MOVES_WITHIN).await,
     }
     let Answered { args, source, plan } = &mut answered;
-    *plan = source.plan(&args.read, args.name.as_deref(), &needs.attended.name()).await?;
+    *plan = source.plan(&args.read, args.name.as_deref(), &kind).await?;
     match needs.fit(plan) {
         Fit::Yes => Ok(answered),
         Fit::IfItMoves if plan.offset > before => Ok(answered),

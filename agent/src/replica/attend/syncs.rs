@@ -19,18 +19,19 @@ use super::gate::Gate;
 use super::guide::Watcher;
 use super::passage::Arrival;
 use super::sources;
-use crate::args::{HostPort, SyncArgs};
+use crate::args::{HostPort, LeftOut, SyncArgs};
 use crate::conversation::tokens::TokenFiles;
 use crate::events;
 use crate::exit::{Code, Failure};
 use crate::metrics::{Scrape, Scrapes};
 use crate::replica::control::Control;
+use crate::replica::conversion::Conversion;
 use crate::replica::data_set::DataSet;
 use crate::replica::driver::{self, Attending, Driver};
 use crate::replica::link::candidates::Newcomer;
 use crate::replica::parts::Meter;
 use crate::replica::source::Source;
-use crate::server::{Client, Facts, Server, ServerError};
+use crate::server::{CONVERTED, Client, Facts, Server, ServerError};
 
 /// How long the source may take to say what it serves, before the primary serves the server. The server waits for
 /// `repl-timeout`, 60 s by default.
@@ -54,6 +55,10 @@ pub(super) struct Syncs {
     pub(super) gate: Gate,
     /// With Sentinels.
     watcher: Option<Watcher>,
+    /// What is left out where a copy is converted; `None`: none is.
+    converts: Option<Vec<LeftOut>>,
+    /// What the server said of itself when it last asked for a copy.
+    known: Option<Facts>,
     sync: Option<Sync>,
     /// A sync that its server needs no more.
     lending: Option<Lending>,
@@ -151,7 +156,23 @@ impl Syncs {
         gate: Gate,
         watcher: Option<Watcher>,
     ) -> Syncs {
-        Syncs { args, sources, tokens, server, gate, watcher, sync: None, lending: None, client: None }
+        let (converts, known, sync, lending, client) = (None, None, None, None, None);
+        Syncs { args, sources, tokens, server, gate, watcher, converts, known, sync, lending, client }
+    }
+
+    /// Has copies of other families and versions converted, without these.
+    pub(super) fn converting(self, converts: Option<Vec<LeftOut>>) -> Syncs {
+        Syncs { converts, ..self }
+    }
+
+    /// What the server said of itself when it last asked for a copy.
+    pub(super) fn server_facts(&self) -> Option<&Facts> {
+        self.known.as_ref()
+    }
+
+    /// Whether copies are converted.
+    pub(super) fn converts(&self) -> bool {
+        self.converts.is_some()
     }
 
     pub(super) fn is_running(&self) -> bool {
@@ -299,11 +320,13 @@ impl Syncs {
         let begun = async {
             let mut client = self.server.connect().await?;
             let server = Facts::read(&mut client).await?;
+            self.known = Some(server.clone());
             let Some(link) = &server.link else {
                 return Err(Failure::refused("the server has a connection to a primary, and follows none"));
             };
             let primary = (link.host.clone(), link.port);
-            let (args, source, data_set) = match self.find_source(arrival, &server).await {
+            let conversion = self.conversion(&mut client, &server, arrival).await?;
+            let (args, source, data_set) = match self.find_source(arrival, &server, conversion.as_ref()).await {
                 Ok(found) => found,
                 Err(failure) => {
                     // It may have begun another history since it was asked: with its first replica, or by a promotion.
@@ -312,7 +335,7 @@ impl Syncs {
                     if arrival.facts.as_ref().is_ok_and(|facts| facts.replid == asked_by) {
                         return Err(failure);
                     }
-                    self.find_source(arrival, &server).await?
+                    self.find_source(arrival, &server, conversion.as_ref()).await?
                 }
             };
             let (newcomers, arrivals) = unbounded_channel();
@@ -330,6 +353,7 @@ impl Syncs {
                 login: arrival.login(),
                 source,
                 data_set,
+                conversion,
                 gate,
                 asks_primary: !is_captured,
                 watcher,
@@ -353,8 +377,30 @@ impl Syncs {
         Ok(())
     }
 
-    async fn find_source(&self, arrival: &Arrival, server: &Facts) -> Result<(SyncArgs, Source, DataSet), Failure> {
-        let found = sources::find(&self.args, &self.sources, &self.tokens, arrival, server).await?;
+    /// How the copy is converted: where the primary is of another family or version, and that is wanted.
+    async fn conversion(
+        &self,
+        client: &mut Client,
+        server: &Facts,
+        arrival: &Arrival,
+    ) -> Result<Option<Conversion>, Failure> {
+        let (Some(left_out), Ok(primary)) = (&self.converts, &arrival.facts) else { return Ok(None) };
+        if server.is_of_one_release_with(primary) {
+            return Ok(None);
+        }
+        let conversion = Conversion::of(client, server, left_out).await?;
+        conversion.check_contents(primary, server, self.server.url())?;
+        Ok(Some(conversion))
+    }
+
+    async fn find_source(
+        &self,
+        arrival: &Arrival,
+        server: &Facts,
+        conversion: Option<&Conversion>,
+    ) -> Result<(SyncArgs, Source, DataSet), Failure> {
+        let kind = server.name() + conversion.map_or("", |_| CONVERTED);
+        let found = sources::find(&self.args, &self.sources, &self.tokens, arrival, (server, &kind)).await?;
         Ok((found.args, found.source, DataSet::of_an_attended_server(&found.plan)))
     }
 }

@@ -31,7 +31,7 @@ use crate::replica::record::Record;
 use crate::replica::relay::Relay;
 use crate::replica::source::{Session, Sinks, Source};
 use crate::replica::spool::Spool;
-use crate::server::PinSizes;
+use crate::server::{CONVERTED, PinSizes};
 
 /// The start of a sync.
 pub(in crate::replica) struct Setup {
@@ -61,6 +61,8 @@ pub(in crate::replica) struct Attending {
     pub(in crate::replica) login: Login,
     pub(in crate::replica) source: Source,
     pub(in crate::replica) data_set: DataSet,
+    /// How the copy is converted for the server.
+    pub(in crate::replica) conversion: Option<Conversion>,
     pub(in crate::replica) gate: Gate,
     /// The source cannot tell whether the primary would continue the server: it captures another one.
     pub(in crate::replica) asks_primary: bool,
@@ -153,14 +155,15 @@ impl Driver {
     /// Starts the tasks for a server that is on its way to its primary, and whose connections are intercepted. Changes
     /// nothing on the server, then or later.
     pub(in crate::replica) async fn begin_attending(attending: Attending) -> Result<Driver, Failure> {
-        let Attending { args, tokens, control, server, primary, source, data_set, .. } = attending;
+        let Attending { args, tokens, control, server, primary, source, data_set, conversion, .. } = attending;
         let Attending { gate, login, asks_primary, watcher, arrivals, lingers, .. } = attending;
         let args = Arc::new(args);
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None, data_set);
-        let facts = Facts { asks_primary, ..facts };
+        let kind = if conversion.is_some() { facts.kind.clone() + CONVERTED } else { facts.kind.clone() };
+        let facts = Facts { asks_primary, kind, ..facts };
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
-        let (coverage, spool, conversion) = (Coverage::start_as_the_server(login), None, None);
+        let (coverage, spool) = (Coverage::start_as_the_server(login), None);
         let ways =
             Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool, conversion };
         let hands = |meter, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate, watcher, meter)));
