@@ -33,8 +33,6 @@ struct Answer {
     errors: u64,
     /// The other nodes, as it sees them.
     view: Vec<Node>,
-    /// The nodes of which it knows a name.
-    named: BTreeSet<String>,
     /// `None`: it has no such settings.
     settings: Option<(String, String)>,
 }
@@ -88,26 +86,13 @@ pub(super) fn place(node: &Node) -> HostPort {
 async fn ask(server: &Server) -> Result<Answer, Failure> {
     let mut client = server.connect().await?;
     let errors = client.info("stats").await?.number("unexpected_error_replies").unwrap_or(0);
-    let text = client.command(&["CLUSTER", "NODES"]).await?;
-    let named = text.as_str().map(named).unwrap_or_default();
     let (view, settings) = (nodes_of(&mut client).await?, configured(&mut client).await?);
-    Ok(Answer { errors, view, named, settings })
+    Ok(Answer { errors, view, settings })
 }
 
 async fn configured(client: &mut Client) -> Result<Option<(String, String)>, Failure> {
     let name = client.config_get(NAME).await?;
     Ok(name.zip(client.config_get(TELLS).await?))
-}
-
-/// The ids of the nodes of which this one knows a name: `<id> <host:port@bus,name…> …`.
-fn named(text: &str) -> BTreeSet<String> {
-    let named = text.lines().filter_map(|line| {
-        let mut words = line.split_ascii_whitespace();
-        let (id, address) = (words.next()?, words.next()?);
-        let name = address.split(',').nth(1)?;
-        (!name.is_empty() && !name.contains('=')).then(|| id.to_owned())
-    });
-    named.collect()
 }
 
 /// Why a node cannot take its primary's place, or does not serve.
@@ -207,7 +192,8 @@ async fn settings(
         survey.members().filter(|member| member.facts.as_ref().is_ok_and(|facts| facts.family == Family::Valkey))
     {
         let Some(answer) = answers.get(member.node.id.as_str()) else { continue };
-        let is_named = |other: &&Member| other.node.is_lost() || answer.named.contains(&other.node.id);
+        let has_name = |id: &str| answer.view.iter().any(|seen| seen.id == id && seen.name.is_some());
+        let is_named = |other: &&Member| other.node.is_lost() || has_name(&other.node.id);
         if let Some(other) = survey.members().find(|other| !is_named(other)) {
             let (who, of) = (member.node.address(), other.node.address());
             return Ok(Settings::NotHeardOf(format!("{who} has not heard yet of the name of {of}")));
@@ -241,14 +227,6 @@ mod tests {
         assert!(clash((8, 0), (8, 1)) && clash((8, 2), (9, 1)));
         assert!(!clash((7, 4), (9, 1)) && !clash((8, 2), (8, 0)));
         assert!(!clashes([facts(Family::Redis, 8, 2)].iter()));
-    }
-
-    #[test]
-    fn a_name_stands_behind_the_address() {
-        let text = "aa 10.0.0.1:1@2,10.0.0.1 myself,master - 0 0 1 connected 0-1\n\
-                    bb 10.0.0.2:1@2,,shard-id=cc slave aa 0 0 1 connected\n\
-                    cc 10.0.0.3:1@2 slave aa 0 0 1 connected\n";
-        assert_eq!(named(text), BTreeSet::from(["aa".to_owned()]));
     }
 
     #[test]
