@@ -7,7 +7,7 @@
 //!                                               ╰─▶ migrate: nodes that take shards over
 //! ```
 //!
-//! - [`survey`]: the cluster at one moment. **Start here.**
+//! - [`survey`]: the cluster at one moment. **Start here.** [`shards`]: what is asked where `CLUSTER NODES` is broken.
 //! - [`plan`]: which source is beside which shard: the one whose server has the primary's replication history; and the
 //!   commands that say so. [`backup`], [`sync`], [`migrate`]: the commands that do something.
 //! - [`nodes_conf`]: the configuration of a node that is to join.
@@ -16,6 +16,7 @@ mod backup;
 mod migrate;
 pub(crate) mod nodes_conf;
 mod plan;
+mod shards;
 mod survey;
 mod sync;
 

@@ -15,6 +15,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use super::nodes::{self, ALL_SLOTS, Node, Slots};
+use super::shards;
 use crate::exit::{Code, Failure};
 use crate::server::{Client, Facts, Server, ServerError};
 
@@ -105,9 +106,16 @@ fn not_a_cluster(server: &Server, error: ServerError) -> Failure {
 pub(super) async fn nodes_of(client: &mut Client) -> Result<Vec<Node>, Failure> {
     let answer = client.command(&["CLUSTER", "NODES"]).await?;
     let Frame::Bulk(text) = &answer else { return Err(client.unexpected("CLUSTER NODES", &answer).into()) };
-    let server = client.server().url().clone();
-    let mut nodes = nodes::parse(&String::from_utf8_lossy(text))
-        .map_err(|error| Failure::new(Code::Server, format!("{server}: {error}")))?;
+    let (server, text) = (client.server().url().clone(), String::from_utf8_lossy(text).into_owned());
+    let mut nodes = match nodes::have_secrets(&text) {
+        true => {
+            let own = client.command(&["CLUSTER", "MYID"]).await?;
+            let answer = client.command(&["CLUSTER", "SHARDS"]).await?;
+            let nodes = shards::nodes(&answer, own.as_str().unwrap_or_default());
+            nodes.ok_or_else(|| client.unexpected("CLUSTER SHARDS", &answer))?
+        }
+        false => nodes::parse(&text).map_err(|error| Failure::new(Code::Server, format!("{server}: {error}")))?,
+    };
     // A node that was never told its address is where it was asked.
     if let (Some(own), Some((host, _))) =
         (nodes.iter_mut().find(|node| node.has("myself") && node.host.is_empty()), server.host_and_port())

@@ -65,7 +65,8 @@ pub(super) async fn fail_over(server: &Server, shard: &Shard, node: &Node) -> Re
         }
         if began.elapsed() >= limit + MARGIN {
             let text = format!(
-                "{new} has not taken {} over within {} s, and {old} serves them as before: the log of {new} says why",
+                "{new} has not taken {} over within {} s, and {old} serves them as before: the log of {new} says why (nodes \
+                 do not vote for a new primary in the place of one that was replaced less than two cluster-node-timeouts ago)",
                 shard.slots,
                 (limit + MARGIN).as_secs()
             );
