@@ -58,10 +58,15 @@ pub(super) async fn fail_over(server: &Server, shard: &Shard, node: &Node) -> Re
         Failure::from(error).and(&format!("{new} refuses the fail-over, and {old} serves {} as before", shard.slots))
     })?;
     loop {
-        match role(server, new).await {
-            Ok(Some(Role::Primary)) => break,
+        match at_new.info("replication").await {
+            Ok(info) if Facts::from_info(&info).role == Some(Role::Primary) => break,
             Ok(_) => {}
-            Err(error) => tracing::debug!(%error, "asking again"),
+            Err(error) => {
+                tracing::debug!(%error, "asking again");
+                if let Ok(client) = server.at(&new.host, new.port).connect().await {
+                    at_new = client;
+                }
+            }
         }
         if began.elapsed() >= limit + MARGIN {
             let text = format!(
@@ -101,11 +106,6 @@ pub(super) async fn fail_over(server: &Server, shard: &Shard, node: &Node) -> Re
 async fn full_copies(server: &Server, at: &HostPort) -> Result<u64, ServerError> {
     let info = server.at(&at.host, at.port).connect().await?.info("stats").await?;
     Ok(info.number("sync_full").unwrap_or(0))
-}
-
-async fn role(server: &Server, at: &HostPort) -> Result<Option<Role>, ServerError> {
-    let info = server.at(&at.host, at.port).connect().await?.info("replication").await?;
-    Ok(Facts::from_info(&info).role)
 }
 
 /// Whether a node is a replica in step with another one.

@@ -45,16 +45,19 @@ pub(super) async fn look(server: &Server, newcomers: &[Newcomer], joins: bool) -
     let survey = Survey::take(server).await?;
     let new: BTreeSet<&str> = newcomers.iter().map(|newcomer| newcomer.own.id.as_str()).collect();
     let side = |id: &str| if new.contains(id) { Side::New } else { Side::Old };
-    let mut answers = BTreeMap::new();
+    let (mut answers, mut silent) = (BTreeMap::new(), None);
+    for Member { node, facts } in survey.shards.iter().map(|shard| &shard.primary) {
+        silent =
+            silent.or_else(|| facts.as_ref().err().map(|why| format!("{} does not answer: {why}", node.address())));
+    }
     for member in survey.members().filter(|member| member.facts.is_ok() && !member.node.is_lost()) {
         let at = server.at(&member.node.host, member.node.port);
         match ask(&at).await {
             Ok(answer) => _ = answers.insert(member.node.id.as_str(), answer),
-            // The survey has just asked it.
-            Err(failure) => tracing::debug!("{failure}; looking again"),
+            Err(failure) => silent = silent.or_else(|| Some(failure.to_string())),
         }
     }
-    let trouble = survey.problems.first().cloned().or_else(|| disagreement(&survey, &answers));
+    let trouble = survey.problems.first().cloned().or(silent).or_else(|| disagreement(&survey, &answers));
     let settings = settings(server, &survey, if joins { newcomers } else { &[] }, &answers).await?;
     let seat = |member: &Member, primary: Option<&Member>| Seat {
         id: member.node.id.clone(),

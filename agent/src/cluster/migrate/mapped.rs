@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::decide::{Goal, Seen, Setting, Settings, Side};
+use super::look::clashes;
 use crate::args::LeftOut;
 use crate::cluster::plan::{Sources, aligned};
 use crate::cluster::survey::Survey;
@@ -78,7 +79,16 @@ impl Map {
             };
         }
         let lost = seen.nodes().filter(|node| node.is_lost).map(|node| format!("{} is lost", node.place));
-        Map { shards: planned, settings: missing(seen), leave: Vec::new(), notes: lost.collect() }
+        let mut notes: Vec<String> = lost.collect();
+        let members = survey.members().filter_map(|member| member.facts.as_ref().ok());
+        if clashes(members.chain(newcomers.iter().map(|newcomer| &newcomer.facts))) {
+            notes.push(
+                "names go around what Redis 8 and Valkey misunderstand of each other; do not restart a Valkey node before --forget \
+                 (docs/how-to/migrate-cluster.md)"
+                    .into(),
+            );
+        }
+        Map { shards: planned, settings: missing(seen), leave: Vec::new(), notes }
     }
 
     /// Back, or what leaves.
@@ -91,10 +101,6 @@ impl Map {
         let leaves = seen.nodes().filter(|node| goal.forget && node.side != goal.to);
         let leave = leaves.map(|node| node.place.to_string()).collect();
         Map { shards: planned, settings: missing(seen), leave, notes: Vec::new() }
-    }
-
-    pub(super) fn json(&self) -> &Map {
-        self
     }
 
     pub(super) fn table(&self) -> String {

@@ -69,13 +69,13 @@ pub(super) async fn run(args: ClusterMigrateArgs) -> Result<(), Failure> {
         }
     };
     let (mut migration, map) = planned;
-    progress::say(map.table().trim_end());
     if args.dry_run {
         return match args.json {
-            true => print(&map.json()),
-            false => Ok(()),
+            true => print(&map),
+            false => progress::print(&map.table()),
         };
     }
+    progress::say(map.table().trim_end());
     let has_nothing_to_do = decide::next(migration.goal, &migration.seen, &migration.past) == Step::Done;
     if !has_nothing_to_do {
         let yes = args.yes;
