@@ -1,7 +1,7 @@
 //! The nodes of a cluster by `CLUSTER SHARDS`: for nodes whose `CLUSTER NODES` cannot be believed. Pure.
 //!
-//! Texts have their lengths there, so that what stands in the place of an address ends where it should. Less is told: no
-//! port of the bus, no epoch, no slots that move key by key.
+//! Texts have their lengths there, so that what stands in the place of an address ends where it should. Less is told:
+//! no port of the bus, no epoch, no slots that move key by key.
 
 use remora_redis::resp::Frame;
 

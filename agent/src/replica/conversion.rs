@@ -110,7 +110,7 @@ impl Conversion {
     /// Refuses a primary that holds what the server cannot.
     pub(super) fn check_contents(&self, primary: &Facts, server: &Facts, url: &ServerUrl) -> Result<(), Failure> {
         let holds_them = server.holds_field_ttls() || self.drops_field_expiry();
-        super::preflight::check_field_ttls(primary, server, url, holds_them)
+        check_field_ttls(primary, server, url, holds_them)
     }
 
     /// Refuses a primary that has run commands which the server does not know: they come again. `ran`: its `INFO
@@ -189,6 +189,27 @@ pub(crate) async fn refuse(primary: &mut Client, server: &mut Client, left_out: 
     let conversion = Conversion::of(server, &of_server, left_out).await?;
     conversion.check_contents(&of_primary, &of_server, &url)?;
     conversion.check_commands(&primary.info("commandstats").await?, &of_primary, &url)
+}
+
+/// Refuses a server that cannot hold hashes whose fields expire, if the primary has any: the primary's snapshot for it
+/// would fail, or its own load.
+pub(super) fn check_field_ttls(
+    facts: &Facts,
+    target: &Facts,
+    url: &ServerUrl,
+    holds_them: bool,
+) -> Result<(), Failure> {
+    let hashes = facts.databases.iter().map(|database| database.field_expires).fold(0, u64::saturating_add);
+    if hashes == 0 || holds_them {
+        return Ok(());
+    }
+    let plural = if hashes == 1 { "hash" } else { "hashes" };
+    Err(Failure::refused(format!(
+        "the server {url} ({}) cannot hold fields that expire, and the primary ({}) has {hashes} {plural} with such fields (INFO \
+         keyspace): run a server there that is as new as the primary, of the same kind",
+        target.name(),
+        facts.name()
+    )))
 }
 
 /// How many databases nodes of Valkey 9 have.

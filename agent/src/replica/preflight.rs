@@ -13,7 +13,7 @@ use std::time::Duration;
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
-use super::conversion::Conversion;
+use super::conversion::{Conversion, check_field_ttls};
 use super::data_set::DataSet;
 use super::link::candidates::{LinkLogin, Locality, PrimaryLogin, may_be_a_secret};
 use super::primary::{Finding, KnownPrimaries, Trust};
@@ -608,27 +608,6 @@ pub(super) fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) ->
     }
     check_modules(facts, target, url)?;
     check_field_ttls(facts, &target.facts, url, target.facts.holds_field_ttls_of(facts))
-}
-
-/// Refuses a server that cannot hold hashes whose fields expire, if the primary has any: the primary's snapshot for it
-/// would fail, or its own load.
-pub(super) fn check_field_ttls(
-    facts: &Facts,
-    target: &Facts,
-    url: &ServerUrl,
-    holds_them: bool,
-) -> Result<(), Failure> {
-    let hashes = facts.databases.iter().map(|database| database.field_expires).fold(0, u64::saturating_add);
-    if hashes == 0 || holds_them {
-        return Ok(());
-    }
-    let plural = if hashes == 1 { "hash" } else { "hashes" };
-    Err(Failure::refused(format!(
-        "the server {url} ({}) cannot hold fields that expire, and the primary ({}) has {hashes} {plural} with such fields (INFO \
-         keyspace): run a server there that is as new as the primary, of the same kind",
-        target.name(),
-        facts.name()
-    )))
 }
 
 /// Refuses a server that has fewer databases than the primary uses. A server that loads a key of a database that it
