@@ -215,6 +215,20 @@ const COMMANDS: &[(&str, Rule)] = &[
 mod tests {
     use super::*;
 
+    #[test]
+    #[allow(clippy::unwrap_used)]
+    fn every_command_that_writes_of_the_labs_servers_is_in_the_table() {
+        for kind in remora_lab::require::kinds() {
+            let server = remora_lab::Server::start(kind).unwrap();
+            let list = server.client().unwrap().list(&["COMMAND", "LIST", "FILTERBY", "ACLCAT", "write"]).unwrap();
+            assert!(list.len() > 90, "{kind}");
+            for name in list {
+                let name = name.as_bytes().unwrap().to_vec();
+                assert!(is_known(&name), "{kind}: {}", String::from_utf8_lossy(&name));
+            }
+        }
+    }
+
     fn of(line: &str) -> Need {
         let words: Vec<&[u8]> = line.split(' ').map(str::as_bytes).collect();
         need(words.len(), |at| words.get(at).copied())

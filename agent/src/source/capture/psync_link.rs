@@ -84,7 +84,8 @@ impl Capture {
         PsyncLink { socket, machine, stop, silence: self.silence(DURING), forks }
     }
 
-    fn connect(&self) -> Result<Socket, CaptureError> {
+    /// Connects to the server, without a handshake.
+    pub(super) fn connect(&self) -> Result<Socket, CaptureError> {
         let stream = self.wait_for(async { Ok(self.plan.server.connect().await?.into_stream()) })?;
         Socket::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
     }
