@@ -47,7 +47,13 @@ fn resize(primary: &Server, over: &AtomicBool) {
             match number % 8 {
                 0 => client.queue(&["RENAME", &old, &format!("renamed:{number}")]),
                 1 => client.queue(&["COPY", &old, &more, "DB", "9", "REPLACE"]),
-                2 => client.queue(&["EVAL", "redis.call('APPEND', KEYS[1], 'y') return redis.call('DEL', KEYS[2])", "2", &old, &more]),
+                2 => client.queue(&[
+                    "EVAL",
+                    "redis.call('APPEND', KEYS[1], 'y') return redis.call('DEL', KEYS[2])",
+                    "2",
+                    &old,
+                    &more,
+                ]),
                 3 => {
                     client.queue(&["MULTI"]);
                     client.queue(&["APPEND", &old, "z"]);
@@ -134,7 +140,8 @@ fn a_primary_that_never_had_a_replica_is_swept_without_a_fork() {
         assert_eq!(number(&primary, "total_forks"), 0, "{kind}");
         assert_eq!(number(&primary, "latest_fork_usec"), 0, "{kind}");
         assert_eq!(number(&primary, "remora_sweep_keys"), keys, "{kind}");
-        let libraries = |server: &Server| format!("{:?}", server.client().unwrap().list(&["FUNCTION", "LIST"]).unwrap());
+        let libraries =
+            |server: &Server| format!("{:?}", server.client().unwrap().list(&["FUNCTION", "LIST"]).unwrap());
         assert_eq!(libraries(&primary).len(), libraries(&replicas[0]).len());
     }
 }

@@ -9,7 +9,8 @@
 //! ```
 
 use remora_redis::rdb::{
-    OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_RESIZEDB, OPCODE_SELECTDB, magic, put_length,
+    OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_RESIZEDB, OPCODE_SELECTDB, magic,
+    put_length,
 };
 
 /// The age of a key, if the server keeps it.

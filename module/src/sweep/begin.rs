@@ -24,9 +24,7 @@ impl Command for Begin {
 
     fn run(context: &Context<'_>, arguments: &[StrRef<'_>]) {
         let [address, secret] = arguments else {
-            return context.reply_error(
-                "ERR remora: wrong number of arguments; usage: REMORA.SWEEP address secret",
-            );
+            return context.reply_error("ERR remora: wrong number of arguments; usage: REMORA.SWEEP address secret");
         };
         let (Some(address), Some(secret)) = (address.as_str(), secret.as_str()) else {
             return context.reply_error("ERR remora: address and secret must be UTF-8 text");
@@ -79,8 +77,6 @@ enum Refused {
     NoHash,
     #[error("the offered socket could not be taken: {0}")]
     NotTaken(#[from] remora_fabric::memory::Error),
-    #[error("no socket was offered")]
-    NoSocket,
     #[error("the server refused {0}: {1}")]
     Server(&'static str, String),
     #[error("the server does not report its {0}")]
@@ -96,7 +92,7 @@ struct Moment {
 fn begin(context: &Context<'_>, address: &str, secret: &str) -> Result<Moment, Refused> {
     conditions(context)?;
     let hash = KeyHash::find(context).ok_or(Refused::NoHash)?;
-    let socket = handover::take(address, secret, HANDOVER_LIMIT)?.into_iter().next().ok_or(Refused::NoSocket)?;
+    let socket = handover::take_socket(address, secret, HANDOVER_LIMIT)?;
 
     // Nothing above has waited for anything but the agent, and no other command has run since the first condition.
     let own = OwnContext::new(context);
@@ -174,12 +170,15 @@ fn only_this_module(context: &Context<'_>) -> Result<(), Refused> {
             })
         });
         match name {
-            Some(name) if name == "remora" => {}
+            Some(name) if OWN_MODULES.contains(&name.as_str()) => {}
             name => return Err(Refused::OtherModule(name.unwrap_or_else(|| "without a name".into()))),
         }
     }
     Ok(())
 }
+
+/// This module, and the scripts' engine, which Valkey from 9.1 on counts among the modules: what scripts do are commands.
+const OWN_MODULES: [&str; 2] = ["remora", "lua"];
 
 /// Every command that writes is in our table, and under its own name.
 fn known_commands(context: &Context<'_>) -> Result<(), Refused> {
@@ -206,7 +205,8 @@ fn known_commands(context: &Context<'_>) -> Result<(), Refused> {
     }
     // The list has a command by its own name, and finds it by the name that clients must use.
     let names = names.iter().filter(|name| !name.contains(&b'|'));
-    let words: Vec<_> = std::iter::once(&b"INFO".to_vec()).chain(names).map(|word| OwnedStr::new(context, word)).collect();
+    let words: Vec<_> =
+        std::iter::once(&b"INFO".to_vec()).chain(names).map(|word| OwnedStr::new(context, word)).collect();
     let arguments: Vec<_> = words.iter().map(OwnedStr::borrow).collect();
     let reply = context.call(c"COMMAND", &arguments).ok_or(Refused::NotReported("commands"))?;
     for (index, word) in words.iter().skip(1).enumerate() {
@@ -282,7 +282,9 @@ mod tests {
     #[test]
     fn clients_in_a_transaction_or_waiting_to_move_an_element_keep_a_sweep_from_beginning() {
         let line = |flags: &str, multi: &str, command: &str| {
-            format!("id=3 addr=127.0.0.1:5 name= age=0 flags={flags} db=0 sub=0 multi={multi} watch=0 cmd={command} user=default")
+            format!(
+                "id=3 addr=127.0.0.1:5 name= age=0 flags={flags} db=0 sub=0 multi={multi} watch=0 cmd={command} user=default"
+            )
         };
         for line in [line("N", "-1", "set"), line("b", "-1", "blpop"), line("S", "-1", "replconf")] {
             unseen(&line).unwrap();

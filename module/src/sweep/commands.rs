@@ -79,9 +79,8 @@ fn rule_of(name: &[u8]) -> Option<Rule> {
 const NAME_BYTES_MAX: usize = 20;
 
 /// Subcommands of `DEBUG` that change no key.
-const HARMLESS: [&[u8]; 8] = [
-    b"DIGEST", b"DIGEST-VALUE", b"HELP", b"HTSTATS", b"JMAP", b"OBJECT", b"SET-ACTIVE-EXPIRE", b"SLEEP",
-];
+const HARMLESS: [&[u8]; 8] =
+    [b"DIGEST", b"DIGEST-VALUE", b"HELP", b"HTSTATS", b"JMAP", b"OBJECT", b"SET-ACTIVE-EXPIRE", b"SLEEP"];
 
 /// In the order of their names.
 const COMMANDS: &[(&str, Rule)] = &[
@@ -249,7 +248,8 @@ mod tests {
         for line in ["GET a", "FUNCTION LOAD x", "DEBUG digest", "publish a b", "a-name-that-is-longer-than-any x"] {
             assert_eq!(of(line), Need::Nothing, "{line}");
         }
-        for line in ["FLUSHALL", "swapdb 0 1", "DEBUG RELOAD", "DEBUG", "sort a by w_* get # store b", "MODULE LOAD x"] {
+        for line in ["FLUSHALL", "swapdb 0 1", "DEBUG RELOAD", "DEBUG", "sort a by w_* get # store b", "MODULE LOAD x"]
+        {
             assert_eq!(of(line), Need::End, "{line}");
         }
     }

@@ -222,7 +222,8 @@ impl World {
     fn step(&mut self) {
         let Some((index, database)) = self.course.current() else { return };
         let moved = self.random.word();
-        let (shows, cursor) = self.shapes[database as usize].step(self.cursor, |hash| hash.rotate_left(9) & moved & 1 == 1);
+        let (shows, cursor) =
+            self.shapes[database as usize].step(self.cursor, |hash| hash.rotate_left(9) & moved & 1 == 1);
         let keys: Vec<u8> = self.data[database as usize].keys().copied().filter(|key| shows(hash(*key))).collect();
         let next = Place::of_cursor(cursor);
         for key in keys {

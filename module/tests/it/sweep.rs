@@ -6,6 +6,7 @@ use std::fs;
 use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use remora_lab::server::wait_until;
 use remora_lab::workload::Options;
 use remora_lab::{Kind, Server, Workload, fill_every_type, require};
 use remora_protocol::sweep::Frames;
+use remora_redis::resp::Frame;
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -52,18 +54,28 @@ fn with_backlog(kind: Kind) -> (Server, Server) {
     (server, replica)
 }
 
-/// Every key of every database, with its `DUMP` and its expiry.
-fn contents(server: &Server) -> BTreeMap<(u32, Vec<u8>), (Vec<u8>, i64)> {
+/// Every key of every database, with the digest of its value and its expiry.
+fn contents(server: &Server) -> BTreeMap<(u32, Vec<u8>), (String, i64)> {
     let mut client = server.client().unwrap();
     client.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]).unwrap();
     let mut all = BTreeMap::new();
     for database in 0..16 {
         client.ok(&["SELECT", &database.to_string()]).unwrap();
-        for name in client.list(&["KEYS", "*"]).unwrap() {
-            let name = name.as_bytes().unwrap().to_vec();
-            let Some(dump) = client.bytes(&[b"DUMP".as_slice(), &name]).unwrap() else { continue };
-            let expiry = client.int(&[b"PEXPIRETIME".as_slice(), &name]).unwrap();
-            all.insert((database, name), (dump, expiry));
+        let names: Vec<_> =
+            client.list(&["KEYS", "*"]).unwrap().iter().map(|name| name.as_bytes().unwrap().to_vec()).collect();
+        for some in names.chunks(1000) {
+            let about = |name: &Vec<u8>| {
+                let words = |words: [&[u8]; 2]| {
+                    [&words[..], &[name.as_slice()]].concat().iter().map(|word| word.to_vec()).collect()
+                };
+                [words([b"DEBUG", b"DIGEST-VALUE"]), vec![b"PEXPIRETIME".to_vec(), name.clone()]]
+            };
+            let commands: Vec<Vec<Vec<u8>>> = some.iter().flat_map(about).collect();
+            let answers = client.pipeline(&commands).unwrap();
+            for (name, answer) in some.iter().zip(answers.chunks(2)) {
+                let Frame::Integer(expiry) = answer[1] else { panic!("{answer:?}") };
+                all.insert((database, name.clone()), (format!("{:?}", answer[0]), expiry));
+            }
         }
     }
     all
@@ -90,13 +102,13 @@ fn equals_its_twin(kind: Kind, seed: u64) {
         let options = Options { flush: false, big_bytes: 0, ..Options::seeded(seed + number) };
         Workload::start(server.client().unwrap(), options).unwrap()
     });
+    let over = AtomicBool::new(false);
     let bytes = thread::scope(|scope| {
-        let over = std::sync::atomic::AtomicBool::new(false);
         let (server, stop) = (&server, &over);
         scope.spawn(move || {
             let mut client = server.client().unwrap();
             for number in (1..50_000).cycle() {
-                if stop.load(std::sync::atomic::Ordering::Relaxed) {
+                if stop.load(Ordering::Relaxed) {
                     break;
                 }
                 let key = format!("key:{number}");
@@ -113,7 +125,7 @@ fn equals_its_twin(kind: Kind, seed: u64) {
             }
         });
         let bytes = snapshot(socket);
-        over.store(true, std::sync::atomic::Ordering::Relaxed);
+        over.store(true, Ordering::Relaxed);
         bytes
     });
     for writer in writers {
@@ -127,10 +139,10 @@ fn equals_its_twin(kind: Kind, seed: u64) {
     let loaded = Server::builder(kind).config("dir", folder.path().display()).config("dbfilename", "swept.rdb").start();
     let (wanted, found) = (contents(&twin), contents(&loaded.unwrap()));
     for (key, value) in &found {
-        assert_eq!(wanted.get(key), Some(value), "{kind}: {key:?}");
+        assert_eq!(wanted.get(key), Some(value), "{kind}: {} of {}", String::from_utf8_lossy(&key.1), key.0);
     }
     // What has expired since is missing in one or the other.
-    let stays = |(_, (_, expiry)): &(&_, &(Vec<u8>, i64))| *expiry < 0;
+    let stays = |(_, (_, expiry)): &(&_, &(String, i64))| *expiry < 0;
     let missing: Vec<_> = wanted.iter().filter(stays).filter(|(key, _)| !found.contains_key(*key)).take(3).collect();
     assert!(missing.is_empty(), "{kind}: {missing:?}");
     assert!(found.len() > 50_000);
@@ -173,7 +185,11 @@ fn a_sweep_is_not_begun_within_a_transaction_or_a_script() {
         let mut client = server.client().unwrap();
         client.ok(&["MULTI"]).unwrap();
         client.call(&["REMORA.SWEEP", "@nowhere", "secret"]).unwrap();
-        let answer = format!("{:?}", client.list(&["EXEC"]).unwrap());
+        let answer = client.list(&["EXEC"]).unwrap();
+        let answer = match &answer[..] {
+            [Frame::Error(text)] => String::from_utf8_lossy(text).into_owned(),
+            other => panic!("{other:?}"),
+        };
         assert!(answer.contains("a script or a transaction calls it"), "{answer}");
         assert!(client.call(&["EVAL", "return redis.call('REMORA.SWEEP', 'a', 'b')", "0"]).is_err());
         assert_eq!(server.fact("remora_sweep").unwrap(), "idle");

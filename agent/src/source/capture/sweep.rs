@@ -30,7 +30,7 @@ use super::stream::Following;
 use super::with_module::{HANDOVER_LIMIT, ModuleError, before};
 use super::{Capture, CaptureError, SILENCE_LIMIT, TICK};
 use crate::server::module::{self, field};
-use crate::server::{Client, Facts, ServerError};
+use crate::server::{Client, Facts};
 
 /// What a sweep's snapshot is of.
 struct Moment {
@@ -54,8 +54,9 @@ impl Capture {
         tracing::info!(%replid, offset, "the module sweeps the server, without a fork (experimental)");
         self.plan.gauge.set_method(Method::Swept);
         let (memory, geometry) = &self.plan.snapshot;
-        let writer = SnapshotWriter::create(memory.clone(), *geometry, self.identity(Kind::Snapshot, replid, offset), 0)
-            .map_err(CaptureError::from)?;
+        let writer =
+            SnapshotWriter::create(memory.clone(), *geometry, self.identity(Kind::Snapshot, replid, offset), 0)
+                .map_err(CaptureError::from)?;
         let Begun { journal, sealing } = self.begun(replid, offset)?;
         let mut taking = Taking::new(self, writer, sealing);
         let fill = || {
@@ -118,7 +119,7 @@ impl Capture {
             let reply = self.plan.runtime.block_on(client.command_within(SWEEP_LIMIT, &command));
             if reply.is_err() {
                 // Its thread need not wait for the rest of the time.
-                let _ = remora_fabric::handover::take(&handover.address(), &handover.secret(), HANDOVER_LIMIT);
+                let _ = remora_fabric::handover::take_socket(&handover.address(), &handover.secret(), HANDOVER_LIMIT);
             }
             reply
         })?;
