@@ -72,8 +72,8 @@ impl Context<'_> {
     pub(crate) fn command_keys(&self, words: &[StrRef<'_>], mut show: impl FnMut(usize)) {
         let Ok(count) = c_int::try_from(words.len()) else { return };
         let (list, mut keys) = (words.as_ptr().cast::<*mut RawString>().cast_mut(), 0);
-        // SAFETY: A living context; `StrRef` is a pointer to a string and nothing else, all of which live meanwhile; the
-        // server only reads them. A null pointer means that the flags are not wanted.
+        // SAFETY: A living context; `StrRef` is a pointer to a string and nothing else, all of which live meanwhile;
+        // the server only reads them. A null pointer means that the flags are not wanted.
         let places = unsafe { (server().command_keys)(self.raw(), list, count, &mut keys, ptr::null_mut()) };
         if places.is_null() {
             return;
@@ -96,14 +96,14 @@ impl Context<'_> {
         unsafe { (server().replicate)(self.raw(), c"PING".as_ptr(), c"A".as_ptr()) == OK }
     }
 
-    /// Subscribes to events of keys that nobody but [`Context::propagate`] fires. Only while the module is being loaded.
+    /// Subscribes to events that hardly anybody but [`Context::propagate`] fires. Only while the module is being loaded.
     pub(crate) fn subscribe_to_nothing(&self) -> bool {
         // SAFETY: A living context; an entry of the right signature.
         unsafe { (server().subscribe_to_keys)(self.raw(), MODULE_EVENTS, nothing) == OK }
     }
 
-    /// Has the server put into its stream what waits for it, unless it is running a command: an event makes a context of
-    /// this module, and the end of that context does it. Redis 7.0 needs it after a key has expired under our eyes.
+    /// Has the server put into its stream what waits for it, unless it is running a command: an event makes a context
+    /// of this module, and the end of that context does it. Redis 7.0 needs it after a key has expired under our eyes.
     pub(crate) fn propagate(&self, key: StrRef<'_>) {
         // SAFETY: A living context and string, and a zero-terminated text.
         unsafe { (server().notify_of_key)(self.raw(), MODULE_EVENTS, c"remora".as_ptr(), key.raw()) };

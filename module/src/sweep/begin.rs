@@ -177,7 +177,8 @@ fn only_this_module(context: &Context<'_>) -> Result<(), Refused> {
     Ok(())
 }
 
-/// This module, and the scripts' engine, which Valkey from 9.1 on counts among the modules: what scripts do are commands.
+/// This module, and the scripts' engine, which Valkey from 9.1 on counts among the modules: what scripts do is done by
+/// commands.
 const OWN_MODULES: [&str; 2] = ["remora", "lua"];
 
 /// Every command that writes is in our table, and under its own name.

@@ -1,9 +1,9 @@
-//! Sweep: a snapshot without a fork. The server's main thread walks through its keys, a moment at a time, and writes each
-//! one down as it was at the beginning, or before a client changes it.
+//! Sweep: a snapshot without a fork. The server's main thread walks through its keys, a moment at a time, and writes
+//! each one down as it was at the beginning, or before a client changes it.
 //!
 //! ```text
 //!   agent                       server
-//!   REMORA.SWEEP ──────────────▶ one moment: replid and offset, functions, numbers of keys; the filter of commands is on
+//!   REMORA.SWEEP ──────────────▶ one moment: replid and offset, functions, numbers of keys; the filter is on
 //!        ◀── replid, offset ──── PING into the stream
 //!   PSYNC replid offset+1 ─────▶ the stream from that moment on ─────────────────────────────────────▶ journal
 //!                                each millisecond: some of the keys ahead          ─▶ records ─▶ socket ─▶ slots

@@ -1,8 +1,8 @@
 //! A model of a server that is swept while clients change it: what the sweep writes down is what the server had at the
 //! beginning, and with the stream behind it, what the server has at the end.
 //!
-//! The model has the servers' tables as far as a sweep sees them: two tables while one of them grows or shrinks, and the
-//! servers' own scan (`dictScan`). Faults are put into the driver, and each of them must be found.
+//! The model has the servers' tables as far as a sweep sees them: two tables while one of them grows or shrinks, and
+//! the servers' own scan (`dictScan`). Faults are put into the driver, and each of them must be found.
 
 #![allow(clippy::unwrap_used)]
 

@@ -84,8 +84,7 @@ impl Capture {
         PsyncLink { socket, machine, stop, silence: self.silence(DURING), forks }
     }
 
-    /// Connects to the server, without a handshake.
-    pub(super) fn connect(&self) -> Result<Socket, CaptureError> {
+    fn connect(&self) -> Result<Socket, CaptureError> {
         let stream = self.wait_for(async { Ok(self.plan.server.connect().await?.into_stream()) })?;
         Socket::new(stream, self.plan.runtime.clone(), TICK).map_err(broken)
     }

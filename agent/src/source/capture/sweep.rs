@@ -7,8 +7,8 @@
 //!   the socket: records … the mark of the end ────────────────────────▶ slots of the table
 //! ```
 //!
-//! `module/src/sweep/` has the other end, and says when a server is not swept. A sweep that fails after the snapshot was
-//! offered to replicas fails that snapshot; the next one is taken by a fork.
+//! `module/src/sweep/` has the other end, and says when a server is not swept. A sweep that fails after the snapshot
+//! was offered to replicas fails that snapshot; the next one is taken by a fork.
 
 use std::io::{ErrorKind, Read};
 use std::os::fd::AsFd;
@@ -126,8 +126,8 @@ impl Capture {
         moment(&reply).ok_or_else(|| refused("the module's answer to REMORA.SWEEP has no replid and offset"))
     }
 
-    /// A primary that never had a replica has no backlog. It makes one for a replica that asks for everything, and forks
-    /// for it only after a delay. This one is gone by then.
+    /// A primary that never had a replica has no backlog. It makes one for a replica that asks for everything, and
+    /// forks for it only after a delay. This one is gone by then.
     fn make_backlog(&self, client: &mut Client) -> Result<(), CaptureError> {
         let setting = |client: &mut Client, name| self.plan.runtime.block_on(client.config_get(name));
         let is_diskless = setting(client, "repl-diskless-sync")?.is_some_and(|value| value == "yes");
@@ -139,11 +139,15 @@ impl Capture {
                  repl-diskless-sync-max-replicas)",
             ));
         }
-        let mut socket = self.connect()?;
-        let mut commands = Vec::new();
-        resp::command(&mut commands, &["REPLCONF", "capa", "eof", "capa", "psync2"]);
-        resp::command(&mut commands, &["PSYNC", "?", "-1"]);
-        socket.write_all(&commands).map_err(broken)?;
+        let _asking = self.wait_for(async {
+            let mut replica = self.plan.server.connect().await?;
+            // Its answer must have gone before the server takes the next command.
+            replica.command(&["REPLCONF", "capa", "eof", "capa", "psync2"]).await?;
+            let mut request = Vec::new();
+            resp::command(&mut request, &["PSYNC", "?", "-1"]);
+            replica.send(&request).await?;
+            Ok(replica)
+        })?;
         let asked = Instant::now();
         loop {
             let facts = self.wait_for(async { Facts::read(client).await })?;
