@@ -212,7 +212,7 @@ fn what_ends_a_sweep_is_named_and_a_fork_takes_the_next_snapshot() {
         interrupt(kind, &["FLUSHDB"], "a client sent FLUSHDB");
         interrupt(kind, &["SWAPDB", "0", "3"], "a client sent SWAPDB");
         interrupt(kind, &["EVAL", "redis.call('FLUSHALL')", "0"], "a client sent FLUSHALL");
-        interrupt(kind, &["DEBUG", "RELOAD", "NOSAVE"], "a client sent DEBUG");
+        interrupt(kind, &["DEBUG", "RELOAD"], "a client sent DEBUG");
         interrupt(kind, &["SORT", "key:1", "BY", "w_*", "STORE", "sorted"], "a client sent SORT");
         interrupt(kind, &["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"], "keys were evicted meanwhile");
     }

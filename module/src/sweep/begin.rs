@@ -236,7 +236,9 @@ fn clients(context: &Context<'_>) -> Result<(), Refused> {
 fn unseen(line: &str) -> Result<(), Refused> {
     let field = |name: &str| line.split(' ').find_map(|pair| pair.strip_prefix(name)?.strip_prefix('='));
     let (flags, command) = (field("flags").unwrap_or_default(), field("cmd").unwrap_or_default());
-    if field("multi").is_none_or(|queued| queued != "-1") || flags.contains('x') {
+    // Valkey goes on saying 0 of a client whose transaction is over.
+    let has_queued = field("multi").is_none_or(|queued| !matches!(queued, "-1" | "0"));
+    if flags.is_empty() || flags.contains('x') || has_queued {
         return Err(Refused::Transaction);
     }
     // Blocked, or about to go on.
@@ -287,11 +289,13 @@ mod tests {
                 "id=3 addr=127.0.0.1:5 name= age=0 flags={flags} db=0 sub=0 multi={multi} watch=0 cmd={command} user=default"
             )
         };
-        for line in [line("N", "-1", "set"), line("b", "-1", "blpop"), line("S", "-1", "replconf")] {
+        for line in
+            [line("N", "-1", "set"), line("N", "0", "discard"), line("b", "-1", "blpop"), line("S", "-1", "replconf")]
+        {
             unseen(&line).unwrap();
         }
         assert!(matches!(unseen(&line("x", "2", "set")), Err(Refused::Transaction)));
-        assert!(matches!(unseen(&line("N", "0", "multi")), Err(Refused::Transaction)));
+        assert!(matches!(unseen(&line("x", "0", "multi")), Err(Refused::Transaction)));
         assert!(matches!(unseen("id=3 flags=N cmd=set"), Err(Refused::Transaction)), "another server's words");
         assert!(matches!(unseen(&line("b", "-1", "blmove")), Err(Refused::Waits(_))));
         assert!(matches!(unseen(&line("u", "-1", "set")), Err(Refused::Waits(_))));

@@ -23,6 +23,11 @@ pub(crate) static SHARE: Number =
 /// Time between two turns: the shortest that the servers' timers have.
 const TURN_MILLIS: u64 = 1;
 
+/// The shortest and the longest turn. A server that is busy comes to its timers more seldom, and has turns that are longer
+/// by as much, up to a few of its own rounds.
+const TURN_MIN: Duration = Duration::from_micros(100);
+const TURN_MAX: Duration = Duration::from_millis(5);
+
 /// Bytes of a string from which on a client would wait for its record for too long: some milliseconds.
 const STRING_BYTES_MAX: usize = 4 << 20;
 
@@ -127,6 +132,8 @@ pub(super) struct Sweep {
     /// The database that the next record belongs to without a word.
     database: Option<u32>,
     keys: u64,
+    /// When the last turn ended.
+    rested: Instant,
     trouble: Option<Trouble>,
 }
 
@@ -145,8 +152,8 @@ impl Sweep {
         feed.records().extend_from_slice(head);
         let (cursor, seek) = (Cursor::new(context), Cursor::new(context));
         let filter = Some(context.add_filter::<Filter>()?);
-        let (database, keys, trouble) = (None, 0, None);
-        let sweep = Sweep { course, feed, own, hash, cursor, seek, filter, counts, database, keys, trouble };
+        let (database, keys, rested, trouble) = (None, 0, Instant::now(), None);
+        let sweep = Sweep { course, feed, own, hash, cursor, seek, filter, counts, database, keys, rested, trouble };
         INTERRUPTED.set(None);
         SWEEP.set(Some(sweep));
         context.set_timer::<Turn>(TURN_MILLIS, 0);
@@ -347,7 +354,9 @@ impl Timer for Turn {
 
 /// One turn. Returns how the sweep has ended, if it has: the number of its keys, or why it failed.
 fn sweep_on(context: &Context<'_>, sweep: &mut Sweep) -> Option<Result<u64, String>> {
-    let until = Instant::now() + Duration::from_micros(SHARE.get() * TURN_MILLIS * 10);
+    let share = u32::try_from(SHARE.get().min(99)).unwrap_or(1);
+    let turn = sweep.rested.elapsed() * share / (100 - share);
+    let until = Instant::now() + turn.clamp(TURN_MIN, TURN_MAX);
     if sweep.is_sweeping() {
         sweep.attempt(|sweep| sweep.turn(until));
         if sweep.trouble.is_none() && sweep.course.current().is_none() {
@@ -355,6 +364,7 @@ fn sweep_on(context: &Context<'_>, sweep: &mut Sweep) -> Option<Result<u64, Stri
             sweep.attempt(|sweep| sweep.conclude(context));
         }
     }
+    sweep.rested = Instant::now();
     let sent = match &sweep.trouble {
         Some(trouble) => return Some(Err(trouble.to_string())),
         None => sweep.feed.send(),
