@@ -78,13 +78,9 @@ impl Context<'_> {
         if places.is_null() {
             return;
         }
-        for index in 0..usize::try_from(keys).unwrap_or(0) {
-            // SAFETY: The server returned that many numbers.
-            let place = unsafe { places.add(index).read() };
-            if let Ok(place) = usize::try_from(place) {
-                show(place);
-            }
-        }
+        // SAFETY: The server returned that many numbers, which stay until they are freed below.
+        let list = unsafe { std::slice::from_raw_parts(places, usize::try_from(keys).unwrap_or(0)) };
+        list.iter().filter_map(|place| usize::try_from(*place).ok()).for_each(&mut show);
         // SAFETY: Allocated by the server for us, freed once.
         unsafe { (server().free)(places.cast::<c_void>()) };
     }
@@ -96,7 +92,8 @@ impl Context<'_> {
         unsafe { (server().replicate)(self.raw(), c"PING".as_ptr(), c"A".as_ptr()) == OK }
     }
 
-    /// Subscribes to events that hardly anybody but [`Context::propagate`] fires. Only while the module is being loaded.
+    /// Subscribes to events that hardly anybody but [`Context::propagate`] fires. Only while the module is being
+    /// loaded.
     pub(crate) fn subscribe_to_nothing(&self) -> bool {
         // SAFETY: A living context; an entry of the right signature.
         unsafe { (server().subscribe_to_keys)(self.raw(), MODULE_EVENTS, nothing) == OK }

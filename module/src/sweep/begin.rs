@@ -3,15 +3,15 @@
 //! All of this is one command, so that one moment of the server's main thread decides: what the snapshot holds, from
 //! which offset on the stream follows, and from when on the filter sees every command.
 
-use std::ffi::{CStr, CString};
+use std::ffi::CStr;
 use std::time::Duration;
 
 use remora_fabric::handover;
 
 use super::commands::{self, BESIDES};
 use super::course::Course;
-use super::running::{self, Sweep};
-use crate::api::{Command, Context, KeyHash, OwnContext, OwnedStr, ServerInfo, StrRef};
+use super::running::{self, NO_EVICTION, Sweep};
+use crate::api::{Command, Context, KeyHash, OwnContext, OwnedStr, StrRef};
 use crate::capture::{armed, record};
 
 /// `REMORA.SWEEP address secret`: the agent offers a socket, and the reply has the names and values of the moment.
@@ -151,9 +151,6 @@ fn conditions(context: &Context<'_>) -> Result<(), Refused> {
     clients(context)
 }
 
-/// The policy with which a server keeps every key, and no age of it that matters.
-pub(super) const NO_EVICTION: &str = "noeviction";
-
 /// Other modules may write without commands.
 fn only_this_module(context: &Context<'_>) -> Result<(), Refused> {
     let list = OwnedStr::new(context, b"LIST");
@@ -269,11 +266,6 @@ fn head(replid: &str, offset: u64, functions: &[u8]) -> Result<Vec<u8>, Refused>
     record::put_field(&mut head, "repl-offset", offset.to_string().as_bytes());
     head.extend_from_slice(libraries);
     Ok(head)
-}
-
-/// The number of a database in INFO's words, for counters.
-pub(super) fn number(info: &ServerInfo<'_>, field: &str) -> Option<u64> {
-    info.number(&CString::new(field).ok()?)
 }
 
 #[cfg(test)]

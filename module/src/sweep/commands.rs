@@ -2,8 +2,8 @@
 //!
 //! The table has every command that Redis 7.0 to 8.6 and Valkey 8.0 to 9.1 count among those that write (`COMMAND LIST
 //! FILTERBY ACLCAT write`), by its first word, and a few others that change what is stored. A server with a command
-//! that writes and that is not here is not swept ([`is_known`]). A rule may ask for more than its command needs, and never
-//! for less: to settle a key early changes nothing.
+//! that writes and that is not here is not swept ([`is_known`]). A rule may ask for more than its command needs, and
+//! never for less: to settle a key early changes nothing.
 
 /// What is to be done before a command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,7 +5,6 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use super::begin::{NO_EVICTION, number};
 use super::commands::{Need, need};
 use super::course::{Astray, Course, Place};
 use super::feed::{Feed, FeedError};
@@ -23,8 +22,8 @@ pub(crate) static SHARE: Number =
 /// Time between two turns: the shortest that the servers' timers have.
 const TURN_MILLIS: u64 = 1;
 
-/// The shortest and the longest turn. A server that is busy comes to its timers more seldom, and has turns that are longer
-/// by as much, up to a few of its own rounds.
+/// The shortest and the longest turn. A server that is busy comes to its timers more seldom, and has turns that are
+/// longer by as much.
 const TURN_MIN: Duration = Duration::from_micros(100);
 const TURN_MAX: Duration = Duration::from_millis(5);
 
@@ -79,9 +78,12 @@ pub(super) struct Counts {
 impl Counts {
     pub(super) fn read(context: &Context<'_>) -> Option<Counts> {
         let info = context.server_info(c"stats")?;
-        Some(Counts { expired: number(&info, "expired_keys")?, evicted: number(&info, "evicted_keys")? })
+        Some(Counts { expired: info.number(c"expired_keys")?, evicted: info.number(c"evicted_keys")? })
     }
 }
+
+/// The policy with which a server keeps every key, and no age of it that matters.
+pub(super) const NO_EVICTION: &str = "noeviction";
 
 /// Why a sweep ends before its end.
 #[derive(Debug, thiserror::Error)]
