@@ -17,7 +17,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
+use rustix::net::sockopt::{socket_domain, socket_peercred, socket_type};
+use rustix::net::{AddressFamily, SocketType};
 
 use crate::local::{self, Admits, Listener, PeerSocket, wait_readable_any};
 use crate::{Error, Place};
@@ -151,6 +152,24 @@ fn hand(taker: &PeerSocket, descriptors: &[BorrowedFd<'_>]) -> Result<(), Error>
 /// address, [`Error::TimedOut`], and [`Error::Protocol`] if the giver closes the connection, which it does for a wrong
 /// secret.
 pub fn take(address: &str, secret: &str, within: Duration) -> Result<Vec<OwnedFd>, Error> {
+    take_checked(address, secret, within, check)
+}
+
+/// Receives the one socket that is offered at `address`, a local one for a stream of bytes.
+///
+/// # Errors
+/// As [`take`].
+pub fn take_socket(address: &str, secret: &str, within: Duration) -> Result<OwnedFd, Error> {
+    let taken = take_checked(address, secret, within, check_socket)?;
+    taken.into_iter().next().ok_or(Error::Protocol("a handover packet has no descriptor"))
+}
+
+fn take_checked(
+    address: &str,
+    secret: &str,
+    within: Duration,
+    check: fn(&OwnedFd) -> Result<(), Error>,
+) -> Result<Vec<OwnedFd>, Error> {
     let address = local::Address::parse(address).ok_or(Error::Misuse("an address is @name or an absolute path"))?;
     let secret = parse_secret(secret).ok_or(Error::Misuse("the secret is not 32 hexadecimal digits"))?;
     let deadline = Instant::now() + within;
@@ -164,7 +183,7 @@ pub fn take(address: &str, secret: &str, within: Duration) -> Result<Vec<OwnedFd
             return Err(Error::Protocol("a handover packet has no descriptor"));
         };
         if let Err(error) = check(&descriptor) {
-            // Closing anything but a memfd could block the caller.
+            // Closing anything but a memfd or a local socket could block the caller.
             local::close_elsewhere(descriptor);
             return Err(error);
         }
@@ -184,6 +203,14 @@ fn check(descriptor: &OwnedFd) -> Result<(), Error> {
         return Err(Error::Unsealed("it has huge pages (hugetlbfs): give one of base pages"));
     }
     Ok(())
+}
+
+/// Checks that a descriptor is a local socket for a stream of bytes: no write to it that does not wait blocks, nor does
+/// closing it.
+fn check_socket(descriptor: &OwnedFd) -> Result<(), Error> {
+    let is_local = matches!(socket_domain(descriptor), Ok(AddressFamily::UNIX));
+    let is_stream = matches!(socket_type(descriptor), Ok(SocketType::STREAM));
+    if is_local && is_stream { Ok(()) } else { Err(Error::Protocol("what was handed over is not a local socket")) }
 }
 
 fn parse_secret(text: &str) -> Option<[u8; SECRET_BYTES]> {

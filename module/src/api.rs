@@ -4,11 +4,19 @@
 // Stands alone: the list of what `ffi` gives to the rest of the crate.
 
 pub(crate) use crate::ffi::{
-    AddError, AuxLoad, BATCH, Command, Context, Cursor, EventHandler, FastServer, Flag, FoundKey, FoundValue,
-    InfoSection, Informer, Io, Key, KeyKind, LogLevel, Module, Number, OwnContext, OwnedStr, Scratch, ServerInfo, Step,
-    StrRef, Timer, TimerId, in_child, register_aux, warm,
+    AddError, AuxLoad, BATCH, Command, CommandFilter, Context, Cursor, EventHandler, FastServer, FilterId, Flag,
+    FoundKey, FoundValue, InfoSection, Informer, Io, Key, KeyHash, KeyKind, LogLevel, Module, Number, OwnContext,
+    OwnedStr, Scratch, ServerInfo, Step, StrRef, Timer, TimerId, Words, in_child, register_aux, warm,
 };
 
+/// `REDISMODULE_EVENT_REPLICATION_ROLE_CHANGED`.
+pub(crate) const EVENT_ROLE_CHANGED: u64 = 0;
+/// `REDISMODULE_EVENT_FLUSHDB`: one database is emptied, or all of them, for a load too.
+pub(crate) const EVENT_FLUSH: u64 = 2;
+/// `REDISMODULE_EVENT_MODULE_CHANGE`.
+pub(crate) const EVENT_MODULE_CHANGE: u64 = 9;
+/// `REDISMODULE_EVENT_SWAPDB`.
+pub(crate) const EVENT_SWAP: u64 = 11;
 /// `REDISMODULE_EVENT_PERSISTENCE`: a snapshot or a rewrite begins or has ended.
 pub(crate) const EVENT_PERSISTENCE: u64 = 1;
 /// `REDISMODULE_SUBEVENT_PERSISTENCE_RDB_START`: in a fork child, before the first byte.

@@ -15,6 +15,7 @@
 //! * `api`: the functions of a server: contexts, keys, strings, replies.
 //! * `capture`: the fork child writes long strings into a table and leaves the rest to its server.
 //! * `load`: loads long strings of a snapshot from an agent's memory, and runs of small values.
+//! * `sweep`: the other way to a snapshot, without a fork.
 //! * `fast`: whether this build of the server is known well enough for the fast way with small values.
 //! * `ffi`: the calls into a server. The only unsafe code.
 //!
@@ -28,12 +29,14 @@ mod fast;
 #[allow(unsafe_code)]
 mod ffi;
 mod load;
+mod sweep;
 
 use std::ffi::CStr;
 use std::sync::atomic::Ordering::Relaxed;
 
 use api::{Command, Context, InfoSection, Informer, LogLevel, Module, StrRef};
 use capture::{armed, child, commands};
+use sweep::{begin, running};
 
 /// This crate, as a module of the server.
 struct Remora;
@@ -46,6 +49,7 @@ impl Module for Remora {
         let settings = armed::ALLOWED.register(context)
             && armed::AGENT_TIMEOUT.register(context)
             && fast::ALLOWED.register(context)
+            && running::SHARE.register(context)
             && context.load_settings();
         if !settings {
             return refuse(context, "the server rejects its settings; docs/explanation/module.md lists them");
@@ -55,12 +59,21 @@ impl Module for Remora {
             && command::<commands::Disarm>(context)
             && command::<commands::Status>(context)
             && command::<commands::Help>(context)
-            && command::<child::Walk>(context);
+            && command::<child::Walk>(context)
+            && command::<begin::Begin>(context);
         if !commands {
             return refuse(context, "the server already has commands with its names");
         }
         if !context.subscribe::<child::SnapshotBegins>() || !context.subscribe::<armed::ChildEnded>() {
             return refuse(context, "the server has no events for its fork children");
+        }
+        let events = context.subscribe::<running::Flushed>()
+            && context.subscribe::<running::RoleChanged>()
+            && context.subscribe::<running::Swapped>()
+            && context.subscribe::<running::ModulesChanged>()
+            && context.subscribe_to_nothing();
+        if !events {
+            return refuse(context, "the server has no events for databases, roles and modules");
         }
         context.register_info::<Remora>();
         // We tolerate a snapshot that breaks off, and old data being served beside new data: otherwise the server would
@@ -88,7 +101,10 @@ impl Module for Remora {
             context
                 .log(LogLevel::Warning, &format!("remora is not unloaded: it is {state} for generation {generation}"));
         }
-        generation.is_none()
+        if running::is_busy() {
+            context.log(LogLevel::Warning, "remora is not unloaded: it sweeps the server");
+        }
+        generation.is_none() && !running::is_busy()
     }
 }
 
@@ -127,6 +143,12 @@ impl Informer for Remora {
         section.number(c"last_keys", history.last.keys);
         section.number(c"last_micros", history.last.took_micros);
         section.text(c"last_error", &history.last_error);
+        let sweeps = running::outcomes();
+        section.text(c"sweep", if running::is_busy() { "running" } else { "idle" });
+        section.number(c"sweeps_done", sweeps.done);
+        section.number(c"sweeps_failed", sweeps.failed);
+        section.number(c"sweep_keys", sweeps.keys);
+        section.text(c"sweep_error", &sweeps.error);
         section.text(c"fast_keys", &fast::state());
         section.text(c"load_state", load::state());
         section.number(c"loads", load::COUNTS.loads.load(Relaxed));

@@ -49,6 +49,7 @@
 //! # Modules
 //!
 //! - [`message`]: the messages and what they carry, in the order of a sync. **Start here.**
+//! - [`sweep`]: what a server's module sends during a sweep.
 //! - [`bounds`]: versions, the limit of every field, how a replication id is encoded, and the version of the commands
 //!   between agents and module.
 
@@ -58,6 +59,7 @@ pub mod bounds;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod message;
+pub mod sweep;
 
 pub use bounds::{MODULE_PROTOCOL, *};
 pub use message::{

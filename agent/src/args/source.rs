@@ -99,8 +99,9 @@ pub struct SourceArgs {
     /// How the module takes part in a snapshot, if the server has it (docs/explanation/module.md). `walk`: the server's
     /// fork child writes long strings directly into the source's memory, and the server writes the rest, without
     /// compressing. `server`: the server writes everything, without compressing. `auto`: the one that costs the server
-    /// less, by the average size of its values. `off`: not at all. If the module cannot take part, the snapshot is
-    /// taken as without a module.
+    /// less, by the average size of its values. `sweep`: experimental, without a fork: the server's own process writes
+    /// everything, a millisecond at a time; what stands in its way ends it, and then it is as with `auto`. `off`: not
+    /// at all. If the module cannot take part, the snapshot is taken as without a module.
     #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
 
@@ -328,6 +329,8 @@ pub enum ModuleCapture {
     Walk,
     /// The server writes the snapshot, without compressing.
     Server,
+    /// The server's own process writes the snapshot without a fork, if nothing stands in the way. Experimental.
+    Sweep,
     /// Nothing.
     Off,
 }

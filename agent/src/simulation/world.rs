@@ -582,6 +582,7 @@ pub(super) fn event_name(event: &CaptureEvent) -> &'static str {
         CaptureEvent::Started { .. } => "started",
         CaptureEvent::Completed { .. } => "completed",
         CaptureEvent::ModuleFailed => "module failed",
+        CaptureEvent::SweepFailed => "sweep failed",
         CaptureEvent::Failed { .. } => "failed",
         CaptureEvent::StreamResumed => "stream resumed",
         CaptureEvent::HistoryChanged { .. } => "history changed",

@@ -117,6 +117,7 @@ impl Source {
                 tracing::info!(event = events::SNAPSHOT_COMPLETED, generation, size = %Size::bytes(*bytes), compression = %exports::compression(self), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
             }
             CaptureEvent::ModuleFailed => self.methods.history.module_failed(Instant::now()),
+            CaptureEvent::SweepFailed => self.methods.history.sweep_failed(Instant::now()),
             CaptureEvent::Failed { generation, error } => {
                 self.tables.outgrown |= matches!(error, CaptureError::Outgrown);
                 tracing::warn!(event = events::SNAPSHOT_FAILED, generation, %error, "snapshot failed");
@@ -166,6 +167,7 @@ pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_form
         sealed_journal: remote.and_then(|remote| remote.journal_table(RegionId { generation, region: JOURNAL_REGION })),
         module: source.methods.rules.clone(),
         module_failed_lately: source.methods.history.module_failed_lately(Instant::now()),
+        sweep_failed_lately: source.methods.history.sweep_failed_lately(Instant::now()),
         gauge: source.gauge.clone(),
         events: source.events.clone(),
         stop: Arc::new(AtomicBool::new(false)),

@@ -51,6 +51,7 @@ mod server;
 mod service;
 mod status;
 mod strangers;
+mod sweep;
 mod switch;
 mod taken_over;
 mod trust;

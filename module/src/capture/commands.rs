@@ -107,10 +107,12 @@ const HELP: &[&str] = &[
     "REMORA.ARM address secret -- take a capture page, and a table, offered at a local socket; the next sync's fork \
      child writes into it",
     "REMORA.DISARM [generation] -- forget what was armed; the reply is 1 if something was armed, else 0",
+    "REMORA.SWEEP address secret -- take a socket offered at a local socket, and send a snapshot over it without a fork; the reply has \
+     its replid and offset",
     "REMORA.LOAD address secret ticket length [FLUSH] -- take memory that fields of the next snapshot refer to",
     "REMORA.STATUS -- names and values: version, protocol, state, counters",
     "REMORA.HELP -- this text",
-    "Settings: remora.capture (yes or no), remora.fast-keys (yes or no), remora.agent-timeout (seconds). INFO remora has the same fields as \
+    "Settings: remora.capture (yes or no), remora.fast-keys (yes or no), remora.sweep-share (percent), remora.agent-timeout (seconds). INFO remora has the same fields as \
      REMORA.STATUS.",
 ];
 

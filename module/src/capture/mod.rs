@@ -28,5 +28,7 @@ pub(crate) mod child;
 pub(crate) mod commands;
 mod fast_walk;
 mod output;
-mod record;
+pub(crate) mod record;
 mod walk;
+
+pub(crate) use walk::shown;

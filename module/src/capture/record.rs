@@ -9,12 +9,13 @@
 //! ```
 
 use remora_redis::rdb::{
-    OPCODE_AUX, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_RESIZEDB, OPCODE_SELECTDB, magic, put_length,
+    OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_RESIZEDB, OPCODE_SELECTDB, magic,
+    put_length,
 };
 
 /// The age of a key, if the server keeps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Age {
+pub(crate) enum Age {
     /// The server keeps none.
     Unknown,
     /// Milliseconds since the last use.
@@ -24,29 +25,43 @@ pub(super) enum Age {
 }
 
 /// The first nine bytes. `None`: no snapshot has this version.
-pub(super) fn put_magic(out: &mut Vec<u8>, version: u16) -> Option<()> {
+pub(crate) fn put_magic(out: &mut Vec<u8>, version: u16) -> Option<()> {
     out.extend_from_slice(magic(u32::from(version))?.as_bytes());
     Some(())
 }
 
 /// One field of the header.
-pub(super) fn put_field(out: &mut Vec<u8>, name: &str, value: &[u8]) {
+pub(crate) fn put_field(out: &mut Vec<u8>, name: &str, value: &[u8]) {
     out.push(OPCODE_AUX);
     put_string(out, name.as_bytes());
     put_string(out, value);
 }
 
 /// The keys that follow belong to this database; it has `keys` keys, of which `expires` expire.
-pub(super) fn put_database(out: &mut Vec<u8>, number: u32, keys: u64, expires: u64) {
-    out.push(OPCODE_SELECTDB);
-    put_length(out, u64::from(number));
+pub(crate) fn put_database(out: &mut Vec<u8>, number: u32, keys: u64, expires: u64) {
+    put_selected(out, number);
     out.push(OPCODE_RESIZEDB);
     put_length(out, keys);
     put_length(out, expires);
 }
 
+/// The keys that follow belong to this database, which the snapshot may have mentioned before.
+pub(crate) fn put_selected(out: &mut Vec<u8>, number: u32) {
+    out.push(OPCODE_SELECTDB);
+    put_length(out, u64::from(number));
+}
+
+/// The end of a snapshot, with zeros for the checksum: it has none.
+pub(crate) fn put_end(out: &mut Vec<u8>) {
+    out.push(OPCODE_EOF);
+    out.extend_from_slice(&[0; CHECKSUM_BYTES]);
+}
+
+/// Bytes of a snapshot's checksum.
+const CHECKSUM_BYTES: usize = 8;
+
 /// A key up to its value: expiry (milliseconds since 1970), age, type, and name.
-pub(super) fn put_key(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, kind: u8, name: &[u8]) {
+pub(crate) fn put_key(out: &mut Vec<u8>, expires_at: Option<u64>, age: Age, kind: u8, name: &[u8]) {
     if let Some(milliseconds) = expires_at {
         out.push(OPCODE_EXPIRETIME_MS);
         out.extend_from_slice(&milliseconds.to_le_bytes());
@@ -108,14 +123,14 @@ fn put_string(out: &mut Vec<u8>, string: &[u8]) {
 
 /// The version of the format that the server writes, from the reply to `FUNCTION DUMP`. `None` if the reply is too
 /// short.
-pub(super) fn dump_version(answer: &[u8]) -> Option<u16> {
+pub(crate) fn dump_version(answer: &[u8]) -> Option<u16> {
     let (_, footer) = answer.split_at_checked(answer.len().checked_sub(DUMP_FOOTER_BYTES)?)?;
     let [low, high, ..] = *footer else { return None };
     Some(u16::from_le_bytes([low, high]))
 }
 
 /// Type and value in the reply to `DUMP key`.
-pub(super) fn dumped_value(answer: &[u8]) -> Option<&[u8]> {
+pub(crate) fn dumped_value(answer: &[u8]) -> Option<&[u8]> {
     answer.get(..answer.len().checked_sub(DUMP_FOOTER_BYTES)?)
 }
 

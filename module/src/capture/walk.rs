@@ -189,7 +189,7 @@ pub(super) fn expiring(context: &Context<'_>, number: u32) -> Option<u64> {
 }
 
 /// A key's name for a message.
-pub(super) fn shown(name: &[u8]) -> String {
+pub(crate) fn shown(name: &[u8]) -> String {
     String::from_utf8_lossy(name.get(..SHOWN_BYTES).unwrap_or(name)).into_owned()
 }
 

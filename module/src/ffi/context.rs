@@ -155,6 +155,11 @@ impl LogLevel {
 pub(crate) struct ContextFlags(c_int);
 
 impl ContextFlags {
+    /// The call comes from a script or from a transaction.
+    pub(crate) fn is_within_another(self) -> bool {
+        self.0 & (1 | 1 << 1) != 0
+    }
+
     /// The server is a replica.
     pub(crate) fn is_replica(self) -> bool {
         self.0 & (1 << 3) != 0

@@ -153,6 +153,29 @@ impl Cursor {
     }
 }
 
+impl Cursor {
+    /// Where the next step begins: what `SCAN` calls its cursor. 0 at the beginning and at the end.
+    pub(crate) fn position(&self) -> u64 {
+        // SAFETY: The server's object begins with this number in every supported server (`struct
+        // RedisModuleScanCursor`), and lives as long as `self`.
+        unsafe { self.raw.cast::<CursorParts>().read() }.position
+    }
+
+    /// Has the next step show the part of the table in which a key of this hash is.
+    pub(crate) fn seek(&mut self, hash: u64) {
+        // SAFETY: As in `position`; any number is a position, and nothing else uses the object meanwhile.
+        unsafe { self.raw.cast::<CursorParts>().write(CursorParts { position: hash, done: 0 }) };
+    }
+}
+
+/// `struct RedisModuleScanCursor`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CursorParts {
+    position: u64,
+    done: c_int,
+}
+
 impl Drop for Cursor {
     fn drop(&mut self) {
         // SAFETY: Owned by us, freed once.

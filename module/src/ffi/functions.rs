@@ -39,6 +39,10 @@ opaque! {
     RawType;
     /// `RedisModuleIO`.
     RawIo;
+    /// `RedisModuleCommandFilter`.
+    RawFilter;
+    /// `RedisModuleCommandFilterCtx`.
+    RawFiltered;
 }
 
 /// `RedisModuleEvent`.
@@ -66,6 +70,9 @@ pub(crate) type SetNumberFn =
 pub(crate) type GetBoolFn = unsafe extern "C" fn(*const c_char, *mut c_void) -> c_int;
 pub(crate) type SetBoolFn = unsafe extern "C" fn(*const c_char, c_int, *mut c_void, *mut *mut RawString) -> c_int;
 pub(crate) type ApplyFn = unsafe extern "C" fn(*mut RawContext, *mut c_void, *mut *mut RawString) -> c_int;
+
+pub(crate) type FilterFn = unsafe extern "C" fn(*mut RawFiltered);
+pub(crate) type KeyspaceFn = unsafe extern "C" fn(*mut RawContext, c_int, *const c_char, *mut RawString) -> c_int;
 
 /// `RedisModuleTypeMethods`, version 3, which every supported server knows.
 #[repr(C)]
@@ -191,6 +198,14 @@ functions! {
         register_number = "RedisModule_RegisterNumericConfig": unsafe extern "C" fn(*mut RawContext, *const c_char, c_longlong, c_uint, c_longlong, c_longlong, GetNumberFn, SetNumberFn, Option<ApplyFn>, *mut c_void) -> c_int,
         register_bool = "RedisModule_RegisterBoolConfig": unsafe extern "C" fn(*mut RawContext, *const c_char, c_int, c_uint, GetBoolFn, SetBoolFn, Option<ApplyFn>, *mut c_void) -> c_int,
         load_configs = "RedisModule_LoadConfigs": unsafe extern "C" fn(*mut RawContext) -> c_int,
+        register_filter = "RedisModule_RegisterCommandFilter": unsafe extern "C" fn(*mut RawContext, FilterFn, c_int) -> *mut RawFilter,
+        unregister_filter = "RedisModule_UnregisterCommandFilter": unsafe extern "C" fn(*mut RawContext, *mut RawFilter) -> c_int,
+        filtered_count = "RedisModule_CommandFilterArgsCount": unsafe extern "C" fn(*mut RawFiltered) -> c_int,
+        filtered_word = "RedisModule_CommandFilterArgGet": unsafe extern "C" fn(*mut RawFiltered, c_int) -> *mut RawString,
+        command_keys = "RedisModule_GetCommandKeysWithFlags": unsafe extern "C" fn(*mut RawContext, *mut *mut RawString, c_int, *mut c_int, *mut *mut c_int) -> *mut c_int,
+        replicate = "RedisModule_Replicate": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> c_int,
+        subscribe_to_keys = "RedisModule_SubscribeToKeyspaceEvents": unsafe extern "C" fn(*mut RawContext, c_int, KeyspaceFn) -> c_int,
+        notify_of_key = "RedisModule_NotifyKeyspaceEvent": unsafe extern "C" fn(*mut RawContext, c_int, *const c_char, *mut RawString) -> c_int,
     }
     optional {
         // Redis 7.4, Valkey 8.

@@ -8,6 +8,8 @@
 //!
 //! `fast` has the server's private functions and tables, for builds that are known exactly.
 //!
+//! `filter` has what a sweep needs: commands before they run, and the server's hash function.
+//!
 //! `context` has the functions that need no other handle; `dataset` adds those for keys, commands and INFO, and for
 //! what a callback registers: commands, events, timers and settings.
 //!
@@ -29,6 +31,7 @@ mod context;
 mod dataset;
 mod entry;
 mod fast;
+mod filter;
 mod functions;
 mod io;
 mod key;
@@ -38,5 +41,6 @@ pub(crate) use context::{Context, LogLevel, OwnContext};
 pub(crate) use dataset::{Cursor, ServerInfo, TimerId};
 pub(crate) use entry::{Flag, InfoSection, Informer, Module, Number};
 pub(crate) use fast::{AddError, BATCH, FastServer, FoundKey, FoundValue, Scratch, Step, in_child};
+pub(crate) use filter::{CommandFilter, FilterId, KeyHash, Words};
 pub(crate) use io::{AuxLoad, Io, register_aux};
 pub(crate) use key::{Key, KeyKind, OwnedStr, StrRef, warm};

@@ -7,4 +7,5 @@ mod defragmenting;
 mod fast;
 mod load;
 mod primary;
+mod sweep;
 mod twins;

@@ -24,10 +24,13 @@ pub(crate) enum Method {
     Walked,
     /// As [`Method::Walked`], and nearly all keys, in the fast way.
     FastWalked,
+    /// The module in the server's own process writes all of it, without a fork.
+    Swept,
 }
 
 impl Method {
-    pub(crate) const ALL: [Method; 4] = [Method::Psync, Method::Eased, Method::Walked, Method::FastWalked];
+    pub(crate) const ALL: [Method; 5] =
+        [Method::Psync, Method::Eased, Method::Walked, Method::FastWalked, Method::Swept];
 }
 
 impl fmt::Display for Method {
@@ -37,6 +40,7 @@ impl fmt::Display for Method {
             Method::Eased => "psync, not compressed by the module",
             Method::Walked => "the module",
             Method::FastWalked => "the module, fast keys",
+            Method::Swept => "the module, without a fork",
         })
     }
 }
@@ -70,12 +74,23 @@ impl ModuleRules {
 #[derive(Debug, Default)]
 pub(crate) struct MethodHistory {
     module_failed: Option<Instant>,
+    sweep_failed: Option<Instant>,
 }
 
 impl MethodHistory {
     /// A capture with the module has failed.
     pub(crate) fn module_failed(&mut self, now: Instant) {
         self.module_failed = Some(now);
+    }
+
+    /// A sweep has ended before its end.
+    pub(crate) fn sweep_failed(&mut self, now: Instant) {
+        self.sweep_failed = Some(now);
+    }
+
+    /// Whether a sweep failed a short time ago. A capture has the server fork then.
+    pub(crate) fn sweep_failed_lately(&self, now: Instant) -> bool {
+        self.sweep_failed.is_some_and(|failed| now.saturating_duration_since(failed) < DISTRUST)
     }
 
     /// Whether the module failed a short time ago. A capture does without it then.
@@ -129,8 +144,8 @@ fn best(choice: ModuleCapture, facts: &Facts, own_format: bool, long: u64) -> Wo
         ModuleCapture::Walk => Work::Walk,
         ModuleCapture::Server | ModuleCapture::Off => Work::Ease,
         // With many short strings, to look at each key costs more than the few long ones among them save.
-        ModuleCapture::Auto if average(facts) >= long => Work::Walk,
-        ModuleCapture::Auto => Work::Ease,
+        ModuleCapture::Auto | ModuleCapture::Sweep if average(facts) >= long => Work::Walk,
+        ModuleCapture::Auto | ModuleCapture::Sweep => Work::Ease,
     }
 }
 
@@ -238,5 +253,8 @@ mod tests {
         assert!(history.module_failed_lately(now));
         assert!(history.module_failed_lately(now + DISTRUST - Duration::from_millis(1)));
         assert!(!history.module_failed_lately(now + DISTRUST));
+        assert!(!history.sweep_failed_lately(now));
+        history.sweep_failed(now);
+        assert!(history.sweep_failed_lately(now) && !history.sweep_failed_lately(now + DISTRUST));
     }
 }

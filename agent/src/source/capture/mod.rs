@@ -32,6 +32,7 @@
 //! - [`Plan`]: what a capture is given; [`CaptureEvent`]: what it reports. `method`: how it takes the snapshot.
 //! - `snapshot`: the snapshot's bytes, as the server sends them or from a file, and the thread that seals them.
 //! - `with_module`: the other way, in which the server's child writes into the table, and the server the rest.
+//! - `sweep`: a way without a fork, in which the module writes all of it and sends it to the capture.
 //! - `stream`: the stream behind it, into the journals.
 //! - `psync_link` drives every handshake, on a connection that owns what was read ahead of it. `pieces` stands in its
 //!   place in tests and in the simulation.
@@ -44,6 +45,7 @@ pub(crate) mod psync_link;
 mod scripted;
 mod snapshot;
 mod stream;
+mod sweep;
 mod with_module;
 
 use std::collections::BTreeSet;
@@ -221,6 +223,8 @@ pub(crate) struct Plan {
     pub(crate) module: Arc<ModuleRules>,
     /// Whether the module failed a short time ago ([`MethodHistory`]). It is not asked then.
     pub(crate) module_failed_lately: bool,
+    /// Whether a sweep failed a short time ago. The server forks then.
+    pub(crate) sweep_failed_lately: bool,
     /// Figures that the capture shows while it runs.
     pub(crate) gauge: Arc<Gauge>,
     /// Where the capture sends its events: a handful in its life.
@@ -246,6 +250,8 @@ pub(crate) enum CaptureEvent {
     Completed { generation: u64, bytes: u64 },
     /// The module in the server may be the cause of the failure that follows.
     ModuleFailed,
+    /// A sweep of the server has ended before its end: that is the failure that follows.
+    SweepFailed,
     /// The snapshot failed and will never be complete.
     Failed { generation: u64, error: CaptureError },
     /// The stream broke and was resumed at the next byte: nothing was lost.

@@ -124,6 +124,7 @@ impl Rig {
             sealed_journal: Some(sealed("test-sealed-journal", 2)),
             module: Arc::new(rules),
             module_failed_lately: false,
+            sweep_failed_lately: false,
             gauge: Arc::new(Gauge::default()),
             events: sender,
             stop: Arc::new(AtomicBool::new(false)),

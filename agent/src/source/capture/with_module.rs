@@ -48,7 +48,7 @@ use crate::source::tables::expected;
 use crate::units::Size;
 
 /// How an attempt with the module fails.
-enum ModuleError {
+pub(super) enum ModuleError {
     /// Before the capture reported a snapshot: it can take the snapshot in another way.
     BeforeSnapshot(String),
     /// The capture fails.
@@ -61,7 +61,7 @@ impl From<CaptureError> for ModuleError {
     }
 }
 
-fn before(why: impl fmt::Display) -> ModuleError {
+pub(super) fn before(why: impl fmt::Display) -> ModuleError {
     ModuleError::BeforeSnapshot(why.to_string())
 }
 
@@ -88,6 +88,20 @@ impl Capture {
         gauge.set_no_fast_keys("");
         if let Some(file) = &self.plan.file {
             return self.take_file(file);
+        }
+        if self.plan.module.choice == ModuleCapture::Sweep {
+            match self.sweep() {
+                Ok(done) => return Ok(done),
+                Err(ModuleError::BeforeSnapshot(why)) => {
+                    tracing::warn!(%why, "the server is not swept; its fork takes the snapshot");
+                }
+                Err(ModuleError::Final(error)) => {
+                    if matches!(error, CaptureError::Module(_)) {
+                        self.report(CaptureEvent::SweepFailed);
+                    }
+                    return Err(error);
+                }
+            }
         }
         self.wait_for(async {
             self.plan.tuning.change(&self.plan.server).await;
@@ -511,7 +525,7 @@ impl Pulse {
 }
 
 /// How long the module may take to fetch what is offered. The module itself gives up after a quarter of a second.
-const HANDOVER_LIMIT: Duration = Duration::from_secs(2);
+pub(super) const HANDOVER_LIMIT: Duration = Duration::from_secs(2);
 
 /// How long the server's child may take from `+FULLRESYNC` to its first report: a fork, and what other modules do
 /// there.

@@ -257,7 +257,7 @@ impl Machine {
             CaptureEvent::Failed { generation, error } => {
                 self.capture_failed(now, generation, &error, actions);
             }
-            CaptureEvent::ModuleFailed | CaptureEvent::StreamResumed => {}
+            CaptureEvent::ModuleFailed | CaptureEvent::SweepFailed | CaptureEvent::StreamResumed => {}
             CaptureEvent::HistoryChanged { generation, from, to, at } => {
                 self.history_changed(now, generation, (from, to), at, actions);
             }

@@ -1,0 +1,197 @@
+//! Sweeps by hand: what comes over the socket is what a twin of the server had at that moment, key by key, whatever
+//! clients write meanwhile; and an agent that leaves leaves nothing behind.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use remora_fabric::{Handover, shm::Place};
+use remora_lab::server::wait_until;
+use remora_lab::workload::Options;
+use remora_lab::{Kind, Server, Workload, fill_every_type, require};
+use remora_protocol::sweep::Frames;
+use remora_redis::resp::Frame;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Offers a socket to the module, and returns our end when the sweep has begun.
+fn begin(server: &Server) -> remora_lab::Result<UnixStream> {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let handover = Handover::bind(&Place::Abstract).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let _ = handover.give(&[theirs.as_fd()], Duration::from_millis(500));
+        });
+        server.client()?.list(&["REMORA.SWEEP", &handover.address(), &handover.secret()])
+    })?;
+    Ok(ours)
+}
+
+/// The snapshot that comes over the socket.
+fn snapshot(mut socket: UnixStream) -> Option<Vec<u8>> {
+    let (mut frames, mut buffer, mut bytes) = (Frames::default(), vec![0; 1 << 16], Vec::new());
+    loop {
+        let read = socket.read(&mut buffer).unwrap();
+        if read == 0 {
+            return None;
+        }
+        if frames.take(&buffer[..read], |records| bytes.extend_from_slice(records)).unwrap().is_some() {
+            return Some(bytes);
+        }
+    }
+}
+
+fn with_backlog(kind: Kind) -> (Server, Server) {
+    let server = Server::builder(kind).module("").unwrap().start().unwrap();
+    let replica = Server::start(kind).unwrap();
+    replica.replicate(&server).unwrap();
+    replica.wait_for_link(LONG).unwrap();
+    (server, replica)
+}
+
+/// Every key of every database, with the digest of its value and its expiry.
+fn contents(server: &Server) -> BTreeMap<(u32, Vec<u8>), (String, i64)> {
+    let mut client = server.client().unwrap();
+    client.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]).unwrap();
+    let mut all = BTreeMap::new();
+    for database in 0..16 {
+        client.ok(&["SELECT", &database.to_string()]).unwrap();
+        let names: Vec<_> =
+            client.list(&["KEYS", "*"]).unwrap().iter().map(|name| name.as_bytes().unwrap().to_vec()).collect();
+        for some in names.chunks(1000) {
+            let about = |name: &Vec<u8>| {
+                let words = |words: [&[u8]; 2]| {
+                    [&words[..], &[name.as_slice()]].concat().iter().map(|word| word.to_vec()).collect()
+                };
+                [words([b"DEBUG", b"DIGEST-VALUE"]), vec![b"PEXPIRETIME".to_vec(), name.clone()]]
+            };
+            let commands: Vec<Vec<Vec<u8>>> = some.iter().flat_map(about).collect();
+            let answers = client.pipeline(&commands).unwrap();
+            for (name, answer) in some.iter().zip(answers.chunks(2)) {
+                let Frame::Integer(expiry) = answer[1] else { panic!("{answer:?}") };
+                all.insert((database, name.clone()), (format!("{:?}", answer[0]), expiry));
+            }
+        }
+    }
+    all
+}
+
+fn equals_its_twin(kind: Kind, seed: u64) {
+    let (server, twin) = with_backlog(kind);
+    let mut client = server.client().unwrap();
+    fill_every_type(&mut client, seed).unwrap();
+    client.ok(&["DEBUG", "POPULATE", "50000", "key", "20"]).unwrap();
+    client.int(&["DEL", "key:0"]).unwrap();
+    wait_until("the twin to have everything", LONG, || {
+        let offsets = (server.fact("master_repl_offset")?, twin.fact("slave_repl_offset")?);
+        Ok(if offsets.0 == offsets.1 { Ok(()) } else { Err(format!("{offsets:?}")) })
+    })
+    .unwrap();
+    // `DEBUG POPULATE` is not replicated.
+    twin.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+    twin.client().unwrap().ok(&["DEBUG", "POPULATE", "50000", "key", "20"]).unwrap();
+    twin.client().unwrap().int(&["DEL", "key:0"]).unwrap();
+
+    let socket = begin(&server).unwrap();
+    let writers = [1, 2].map(|number| {
+        let options = Options { flush: false, big_bytes: 0, ..Options::seeded(seed + number) };
+        Workload::start(server.client().unwrap(), options).unwrap()
+    });
+    let over = AtomicBool::new(false);
+    let bytes = thread::scope(|scope| {
+        let (server, stop) = (&server, &over);
+        scope.spawn(move || {
+            let mut client = server.client().unwrap();
+            for number in (1..50_000).cycle() {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let key = format!("key:{number}");
+                match number % 5 {
+                    0 => client.queue(&["DEL", &key]),
+                    1 => client.queue(&["RENAME", &key, &format!("key:{}", number + 10)]),
+                    2 => client.queue(&["COPY", &key, &key, "DB", "1"]),
+                    3 => client.queue(&["SET", &key, "other"]),
+                    _ => client.queue(&["SETRANGE", &format!("new:{number}"), "3", "x"]),
+                }
+                if client.queued() > 100 {
+                    client.flush().unwrap();
+                }
+            }
+        });
+        let bytes = snapshot(socket);
+        over.store(true, Ordering::Relaxed);
+        bytes
+    });
+    for writer in writers {
+        assert!(writer.stop().unwrap().commands > 0);
+    }
+    let why = server.fact("remora_sweep_error").unwrap();
+    let bytes = bytes.unwrap_or_else(|| panic!("{kind}: {why}"));
+
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("swept.rdb"), bytes).unwrap();
+    let loaded = Server::builder(kind).config("dir", folder.path().display()).config("dbfilename", "swept.rdb").start();
+    let (wanted, found) = (contents(&twin), contents(&loaded.unwrap()));
+    for (key, value) in &found {
+        assert_eq!(wanted.get(key), Some(value), "{kind}: {} of {}", String::from_utf8_lossy(&key.1), key.0);
+    }
+    // What has expired since is missing in one or the other.
+    let stays = |(_, (_, expiry)): &(&_, &(String, i64))| *expiry < 0;
+    let missing: Vec<_> = wanted.iter().filter(stays).filter(|(key, _)| !found.contains_key(*key)).take(3).collect();
+    assert!(missing.is_empty(), "{kind}: {missing:?}");
+    assert!(found.len() > 50_000);
+}
+
+#[test]
+fn what_is_swept_is_what_a_twin_had_at_that_moment() {
+    for kind in require::kinds() {
+        for seed in [41, 42] {
+            equals_its_twin(kind, seed);
+        }
+    }
+}
+
+#[test]
+fn an_agent_that_leaves_ends_its_sweep_and_another_one_may_begin() {
+    for kind in require::kinds() {
+        let (server, _replica) = with_backlog(kind);
+        let mut client = server.client().unwrap();
+        client.ok(&["DEBUG", "POPULATE", "300000", "key", "100"]).unwrap();
+        let first = begin(&server).unwrap();
+        let busy = begin(&server).unwrap_err().to_string();
+        assert!(busy.contains("BUSY"), "{busy}");
+        drop(first);
+        wait_until("the sweep to end", LONG, || {
+            let state = server.fact("remora_sweep")?;
+            Ok(if state == "idle" { Ok(()) } else { Err(state) })
+        })
+        .unwrap();
+        assert!(server.fact("remora_sweep_error").unwrap().contains("its agent is gone"));
+        assert!(snapshot(begin(&server).unwrap()).is_some());
+        assert_eq!(server.fact("remora_sweeps_done").unwrap(), "1");
+    }
+}
+
+#[test]
+fn a_sweep_is_not_begun_within_a_transaction_or_a_script() {
+    for kind in require::kinds() {
+        let (server, _replica) = with_backlog(kind);
+        let mut client = server.client().unwrap();
+        client.ok(&["MULTI"]).unwrap();
+        client.call(&["REMORA.SWEEP", "@nowhere", "secret"]).unwrap();
+        let answer = client.list(&["EXEC"]).unwrap();
+        let answer = match &answer[..] {
+            [Frame::Error(text)] => String::from_utf8_lossy(text).into_owned(),
+            other => panic!("{other:?}"),
+        };
+        assert!(answer.contains("a script or a transaction calls it"), "{answer}");
+        assert!(client.call(&["EVAL", "return redis.call('REMORA.SWEEP', 'a', 'b')", "0"]).is_err());
+        assert_eq!(server.fact("remora_sweep").unwrap(), "idle");
+    }
+}
