@@ -20,9 +20,12 @@ const MIB: u64 = 1 << 20;
 /// Bytes of the data set whose connections break.
 const DATA: u64 = 24 * MIB;
 
-/// How much more than the snapshot may leave the source if no slot leaves it twice: slots in transit when the
-/// connection broke, directory entries, the stream. In hundredths.
-const ONCE: u64 = 130;
+/// How much may leave the source, in hundredths of the snapshot, if no slot that has arrived leaves it twice: what was in
+/// transit when the connection broke, directory entries, the stream. On a busy machine the kernel holds megabytes.
+const ONCE: u64 = 145;
+
+/// Slots after which a connection breaks, of 192: if all of them left the source again, more than [`ONCE`] would.
+const SLOTS_BEFORE: u64 = 110;
 
 /// The server of a replica, with the module or without.
 fn server(kind: Kind, module: bool) -> Builder {
@@ -37,7 +40,7 @@ fn one_connection_breaks(kind: Kind, module: bool, which: fn(usize) -> usize) ->
     load(&primary, DATA / MIB, MIB);
     let source = Source::start(&primary, &["--memory", "128MiB", "--slot-size", "128KiB"]);
     let mut agent = source.replica(&replica, &["--transport", "tcp", "--no-serve-peers", "--download-limit", "6MiB"]);
-    source.wait_for_slots(&mut agent, 40);
+    source.wait_for_slots(&mut agent, SLOTS_BEFORE);
     let connections = process::connections(agent.pid(), source.address).unwrap();
     // The control connection is the first; each lane is one more.
     assert!(connections.len() >= 2, "{connections:?}");
@@ -266,7 +269,8 @@ fn is_overtaken(kind: Kind, module: bool, backlog: &str) {
     // A server that the primary could not continue starts over as soon as its stream is lost, in the middle of its load,
     // and again if clients overwrite the stream of the next snapshot too. All snapshots are the source's.
     let snapshots = number(&primary, "sync_full");
-    let starts = overtaken.output().matches("has overwritten").count() as u64;
+    let starts = ["has overwritten", "is requesting a snapshot"];
+    let starts = starts.map(|line| overtaken.output().matches(line).count() as u64).into_iter().max().unwrap();
     let expected = if is_covered { 1..=1 } else { 2..=1 + starts };
     assert!(expected.contains(&snapshots), "{snapshots} of {expected:?}: {}", overtaken.output());
     assert_eq!(source.snapshots_taken(), snapshots);
@@ -315,7 +319,8 @@ fn writes_are_buffered_in_the_primary_only_while_it_takes_the_snapshot() {
         fill_keys(&primary, 2000, "old");
         // The child takes two seconds.
         primary.configure("rdb-key-save-delay", "1000").unwrap();
-        load_slowly(&replica, 1000);
+        // Twenty seconds, so that it still loads then, also on a busy machine.
+        load_slowly(&replica, 10_000);
         let mut source = Source::start(&primary, &["--memory", "256MiB"]);
         let mut agent = source.replica(&replica, &[]);
         source.agent.wait_for_event("snapshot_started", LONG).unwrap();

@@ -327,9 +327,9 @@ fn with_names(old: &Program, new: &Program) {
     let name = |server: &Server| server.configured("cluster-announce-hostname").unwrap();
     let own = scene.host.address().to_string();
     assert!(scene.servers().all(|server| name(server) == own));
-    // Nodes vote for a new primary in the place of the same one once in this time.
+    // Nodes vote for a new primary in the place of the same one once in twice this time, each by its own clock.
     let timeout = scene.nodes[0].configured("cluster-node-timeout").unwrap().parse().unwrap();
-    std::thread::sleep(2 * Duration::from_millis(timeout));
+    std::thread::sleep(3 * Duration::from_millis(timeout));
     scene.end(&["--yes"], 0);
     let forgets = scene.end(&["--forget", "--yes"], 0);
     says(&forgets, &["leave the cluster", "forgotten"]);
