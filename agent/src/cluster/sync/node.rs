@@ -25,6 +25,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// How long a node may take to know the primary that it was told to meet. Gossip takes about a second.
 const MEET_LIMIT: Duration = Duration::from_secs(60);
 
+/// How often it is told again meanwhile: servers forget a node that has not answered within their cluster-node-timeout. While
+/// they wait for it, another word changes nothing.
+const MEET_AGAIN: Duration = Duration::from_secs(5);
+
 /// How long a link that is up must stay so, where the primary lists the node under another address.
 const STEADY: Duration = Duration::from_secs(15);
 
@@ -104,9 +108,13 @@ pub(super) async fn bring(
 async fn meet(server: &Server, job: &Job, primary: &Node) -> Result<(), Failure> {
     let mut client = server.connect().await?;
     let (port, bus) = (primary.port.to_string(), primary.bus_port.to_string());
-    client.command(&["CLUSTER", "MEET", &primary.host, &port, &bus]).await?;
     let until = Instant::now() + MEET_LIMIT;
+    let mut again = Instant::now();
     loop {
+        if Instant::now() >= again {
+            client.command(&["CLUSTER", "MEET", &primary.host, &port, &bus]).await?;
+            again = Instant::now() + MEET_AGAIN;
+        }
         // Refused until the primary has answered: "Unknown node".
         let refused = match client.command(&["CLUSTER", "REPLICATE", &primary.id]).await {
             Ok(_) => return Ok(()),
