@@ -27,7 +27,7 @@ use tempfile::TempDir;
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
-use crate::args::{DigestUse, GlobalArgs, HostPort, MigrateArgs, TokenAction, TokenCommandArgs, VerifyArgs};
+use crate::args::{GlobalArgs, HostPort, MigrateArgs, TokenAction, TokenCommandArgs};
 use crate::exit::{Code, Failure};
 use crate::server::{Client, Facts, Role, ServerError, ServerUrl, Task};
 use crate::signals::{CHILD_OF, Signals, until_signal};
@@ -53,7 +53,7 @@ pub async fn run(args: MigrateArgs, global: &GlobalArgs) -> Result<(), Failure> 
         return Ok(());
     }
     if !args.no_verify {
-        let compared = crate::verify::run(comparison(&args));
+        let compared = crate::verify::run(args.ends.comparison(RETRY));
         until_signal(compared, &format!(": {to} follows {from}, and was not compared to its end")).await?;
     }
     progress::print_line(&format!(
@@ -83,25 +83,6 @@ fn follows(old: &Facts, new: &Facts) -> bool {
     new.role == Some(Role::Replica) && is_linked && old.replid.is_some() && old.replid == new.replid
 }
 
-/// The comparison at the end. A digest would keep the old primary from its clients.
-fn comparison(args: &MigrateArgs) -> VerifyArgs {
-    let ends = args.ends.clone();
-    VerifyArgs {
-        primary: ends.from,
-        primary_user: ends.from_user,
-        primary_password_file: ends.from_password_file,
-        replica: ends.to,
-        replica_user: ends.to_user,
-        replica_password_file: ends.to_password_file,
-        tls: ends.tls,
-        digest: DigestUse::Never,
-        recheck: ROUNDS,
-        limit: SHOWN,
-        retry_for: RETRY,
-        json: false,
-    }
-}
-
 /// How an agent has ended, as this command's end.
 fn ended(code: Option<i32>, who: &str) -> Result<(), Failure> {
     match code {
@@ -113,12 +94,6 @@ fn ended(code: Option<i32>, who: &str) -> Result<(), Failure> {
         None => Err(Failure::local(format!("{who} was killed by a signal"))),
     }
 }
-
-/// How often a key that differs is compared again: as the default of `remora verify`.
-const ROUNDS: u32 = 5;
-
-/// Differences that are listed.
-const SHOWN: u32 = 20;
 
 /// How long the comparison waits for a server that does not answer.
 const RETRY: Duration = Duration::from_secs(300);

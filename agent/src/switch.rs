@@ -63,7 +63,7 @@ pub async fn run(args: SwitchArgs) -> Result<(), Failure> {
         led = close_clients(&mut ready).await;
     }
     let told = match args.json {
-        true => progress::print_line(&serde_json::to_string(&report).unwrap_or_default()),
+        true => progress::print_json(&report),
         false => progress::print_line(&report.text()),
     };
     led.map_err(|why| hook_failed(&report, &why)).and(told)

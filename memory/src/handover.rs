@@ -299,6 +299,31 @@ mod tests {
         assert_eq!(right.unwrap().len(), 1);
     }
 
+    /// A server must not hold what could make it wait: closing a TCP socket can, and so can writing to a pipe.
+    #[test]
+    fn a_taker_of_a_socket_takes_a_local_stream_and_nothing_else() {
+        let (local, _peer) = std::os::unix::net::UnixStream::pair().unwrap();
+        let datagrams = std::os::unix::net::UnixDatagram::unbound().unwrap();
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let [memory, _] = memories();
+        let (reader, _writer) = std::io::pipe().unwrap();
+        let offered = [
+            (local.as_fd(), true),
+            (datagrams.as_fd(), false),
+            (tcp.as_fd(), false),
+            (memory.as_fd(), false),
+            (reader.as_fd(), false),
+        ];
+        for (descriptor, is_taken) in offered {
+            let handover = Handover::bind(&Place::Abstract).unwrap();
+            let (address, secret) = (handover.address(), handover.secret());
+            let taker = std::thread::spawn(move || take_socket(&address, &secret, SOON));
+            let _ = handover.give(&[descriptor], SOON);
+            let taken = taker.join().unwrap();
+            assert_eq!(taken.is_ok(), is_taken, "{descriptor:?}: {taken:?}");
+        }
+    }
+
     #[test]
     fn neither_end_waits_longer_than_its_limit() {
         let handover = Handover::bind(&Place::Abstract).unwrap();

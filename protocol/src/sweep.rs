@@ -15,7 +15,7 @@ pub const FRAME_BYTES_MAX: usize = 1 << 30;
 
 const END_BYTES: usize = HEAD_BYTES + 8;
 
-/// What stands before a frame of so many bytes.
+/// The head of a frame of `bytes` bytes.
 pub fn frame_head(bytes: usize) -> [u8; HEAD_BYTES] {
     u32::try_from(bytes).unwrap_or(u32::MAX).to_le_bytes()
 }

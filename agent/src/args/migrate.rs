@@ -59,8 +59,8 @@ Makes a server of another family or version an exact replica, and compares the t
 It says what differs between the two servers, starts a source for the old primary and a replica agent for the new server, which \
 converts the snapshot where that is needed, hands the new server over to native replication, and compares all data. The new server \
 then follows the old one until remora switch changes their roles, at a moment of your choice. The old primary is not changed, and \
-clients notice nothing. What the new server cannot hold is refused before it is touched. Called again, it goes on where it was. Both agents also have the \
-options of their sections in the file that --config names, and the replica agent logs as this command is told to.";
+clients notice nothing. What the new server cannot hold is refused before it is touched. Called again, it goes on where it was. Both \
+agents also take the options of their sections in the file that --config names, and the replica agent logs as this command is told to.";
 
 fn migrate_help() -> String {
     format!(
@@ -221,11 +221,37 @@ impl EndsArgs {
         self.tls.open(&self.from, self.from_user.as_deref(), self.from_password_file.as_deref(), task)
     }
 
+    /// The comparison of the two, by `remora verify`. `retry_for`: how long it waits for a server that does not answer.
+    pub(crate) fn comparison(&self, retry_for: Duration) -> VerifyArgs {
+        let ends = self.clone();
+        VerifyArgs {
+            primary: ends.from,
+            primary_user: ends.from_user,
+            primary_password_file: ends.from_password_file,
+            replica: ends.to,
+            replica_user: ends.to_user,
+            replica_password_file: ends.to_password_file,
+            tls: ends.tls,
+            // A digest would keep the old primary from its clients.
+            digest: DigestUse::Never,
+            recheck: ROUNDS,
+            limit: SHOWN,
+            retry_for,
+            json: false,
+        }
+    }
+
     /// The server that is to take its place.
     pub fn open_to(&self, task: Task) -> Result<Server, SetupError> {
         self.tls.open(&self.to, self.to_user.as_deref(), self.to_password_file.as_deref(), task)
     }
 }
+
+/// How often a comparison at the end looks at a key that differs again: as the default of `remora verify`.
+const ROUNDS: u32 = 5;
+
+/// Differences that such a comparison lists.
+const SHOWN: u32 = 20;
 
 /// The arguments of `remora verify`.
 #[derive(Clone, Debug, Args)]

@@ -67,10 +67,7 @@ pub(super) async fn run(args: ClusterPlanArgs) -> Result<(), Failure> {
     let sources = ask(&args.sources, &credentials, &survey).await;
     let plan = Plan::of(&survey, &sources);
     let told = match args.json {
-        true => {
-            let text = serde_json::to_string(&plan).map_err(|error| Failure::local(error.to_string()))?;
-            progress::print_line(&text)
-        }
+        true => progress::print_json(&plan),
         false => progress::print(&plan.table()),
     };
     plan.verdict().and(told)

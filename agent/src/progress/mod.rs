@@ -60,6 +60,14 @@ pub fn print_line(line: &str) -> Result<(), Failure> {
     print(&format!("{line}\n"))
 }
 
+/// Writes a result to stdout as one line of JSON.
+///
+/// # Errors
+/// As [`print()`].
+pub fn print_json(result: &(impl serde::Serialize + ?Sized)) -> Result<(), Failure> {
+    print_line(&serde_json::to_string(result).map_err(|error| Failure::local(error.to_string()))?)
+}
+
 /// Writes to stderr. What cannot be written is counted, and the count is told when stderr can be written again.
 fn tell(bytes: &[u8]) {
     let mut to = io::stderr().lock();

@@ -35,8 +35,7 @@ pub async fn run(args: StatusArgs) -> Result<(), Failure> {
     loop {
         let report = source.report().await?;
         if args.json {
-            let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
-            progress::print_line(&text)?;
+            progress::print_json(&report)?;
         } else {
             progress::print(&table(&report))?;
         }

@@ -83,10 +83,7 @@ pub(super) fn status(args: &VolumeStatusArgs) -> Result<(), Failure> {
         copies: names.iter().zip(statuses).map(|(name, status)| copy(name.to_string(), status)).collect(),
     };
     let told = match args.json {
-        true => {
-            let text = serde_json::to_string(&report).map_err(|error| Failure::local(error.to_string()))?;
-            progress::print_line(&text)
-        }
+        true => progress::print_json(&report),
         false => progress::print(&table(&report)),
     };
     let needed = shape.copies().promises();

@@ -265,7 +265,7 @@ fn there_and_back(scene: &Scene) {
     let writer = Writer::start(scene);
     writer.wait_for(WRITES);
     let before = scene.full_copies();
-    // A dry run, and one that nobody has agreed to, change nothing.
+    // A dry run changes nothing, and neither does a run that the operator has not agreed to.
     let planned = json(&scene.end(&["--dry-run", "--json"], 0));
     assert_eq!(planned["shards"].as_array().map(Vec::len), Some(SHARDS), "{planned}");
     says(&scene.end(&[], 3), &["a copy from", "--yes"]);
@@ -312,52 +312,6 @@ fn a_cluster_of_valkey_becomes_redis_under_writes_and_goes_back() {
     let Some((redis, valkey)) = both() else { return };
     let Some(scene) = Scene::of_kinds(valkey, redis) else { return };
     there_and_back(&scene);
-}
-
-/// The newest program of a family whose version begins with these numbers.
-fn program(family: &str, beginning: &[u32]) -> Option<Program> {
-    let found = programs()
-        .into_iter()
-        .rfind(|program| program.family().eq_ignore_ascii_case(family) && program.version().starts_with(beginning));
-    found.or_else(|| require::skip(&format!("no {family} {beginning:?}")))
-}
-
-/// Between Redis from 8.0 on and Valkey from 8.1 on nodes go by names, which are taken back at the end.
-fn with_names(old: &Program, new: &Program) {
-    let Some(scene) = Scene::new(|| builder(old), || builder(new)) else { return };
-    there_and_back(&scene);
-    let name = |server: &Server| server.configured("cluster-announce-hostname").unwrap();
-    let own = scene.host.address().to_string();
-    assert!(scene.servers().all(|server| name(server) == own));
-    // Nodes vote for a new primary in the place of the same one once in twice this time, each by its own clock.
-    let timeout = scene.nodes[0].configured("cluster-node-timeout").unwrap().parse().unwrap();
-    std::thread::sleep(3 * Duration::from_millis(timeout));
-    scene.end(&["--yes"], 0);
-    let forgets = scene.end(&["--forget", "--yes"], 0);
-    says(&forgets, &["leave the cluster", "forgotten"]);
-    for node in &scene.nodes {
-        assert_eq!(
-            (name(node).as_str(), node.configured("cluster-preferred-endpoint-type").unwrap().as_str()),
-            ("", "ip")
-        );
-        assert_eq!(node.client().unwrap().text(&["CLUSTER", "NODES"]).unwrap().lines().count(), SHARDS);
-    }
-    assert!(scene.olds().all(Scene::is_alone));
-    says(&scene.end(&["--forget"], 0), &["have left the cluster"]);
-}
-
-#[test]
-#[ignore = "long: make test-all"]
-fn redis_8_becomes_valkey_9_by_names() {
-    let (Some(redis), Some(valkey)) = (program("Redis", &[8, 2]), program("Valkey", &[9, 1])) else { return };
-    with_names(&redis, &valkey);
-}
-
-#[test]
-#[ignore = "long: make test-all"]
-fn valkey_9_becomes_redis_8_by_names() {
-    let (Some(redis), Some(valkey)) = (program("Redis", &[8, 2]), program("Valkey", &[9, 1])) else { return };
-    with_names(&valkey, &redis);
 }
 
 #[test]
@@ -429,4 +383,55 @@ fn a_run_that_is_killed_anywhere_goes_on_when_it_is_started_again() {
     }
     let troubles = writer.stop();
     assert!(troubles.is_empty(), "{:?}", &troubles[..troubles.len().min(5)]);
+}
+
+/// With servers that the set-up of the other tests does not have.
+mod by_command {
+    use super::*;
+
+    /// The newest program of a family whose version begins with these numbers.
+    fn program(family: &str, beginning: &[u32]) -> Option<Program> {
+        let found = programs()
+            .into_iter()
+            .rfind(|program| program.family().eq_ignore_ascii_case(family) && program.version().starts_with(beginning));
+        found.or_else(|| require::skip(&format!("no {family} {beginning:?}")))
+    }
+
+    /// Between Redis from 8.0 on and Valkey from 8.1 on nodes go by names, which are taken back at the end.
+    fn with_names(old: &Program, new: &Program) {
+        let Some(scene) = Scene::new(|| builder(old), || builder(new)) else { return };
+        there_and_back(&scene);
+        let name = |server: &Server| server.configured("cluster-announce-hostname").unwrap();
+        let own = scene.host.address().to_string();
+        assert!(scene.servers().all(|server| name(server) == own));
+        // Nodes vote for a new primary in the place of the same one once in twice this time, each by its own clock.
+        let timeout = scene.nodes[0].configured("cluster-node-timeout").unwrap().parse().unwrap();
+        std::thread::sleep(3 * Duration::from_millis(timeout));
+        scene.end(&["--yes"], 0);
+        let forgets = scene.end(&["--forget", "--yes"], 0);
+        says(&forgets, &["leave the cluster", "forgotten"]);
+        for node in &scene.nodes {
+            assert_eq!(
+                (name(node).as_str(), node.configured("cluster-preferred-endpoint-type").unwrap().as_str()),
+                ("", "ip")
+            );
+            assert_eq!(node.client().unwrap().text(&["CLUSTER", "NODES"]).unwrap().lines().count(), SHARDS);
+        }
+        assert!(scene.olds().all(Scene::is_alone));
+        says(&scene.end(&["--forget"], 0), &["have left the cluster"]);
+    }
+
+    #[test]
+    #[ignore = "by make test-matrix, with the servers of dev/lab/setup/versions"]
+    fn redis_8_becomes_valkey_9_by_names() {
+        let (Some(redis), Some(valkey)) = (program("Redis", &[8, 2]), program("Valkey", &[9, 1])) else { return };
+        with_names(&redis, &valkey);
+    }
+
+    #[test]
+    #[ignore = "by make test-matrix, with the servers of dev/lab/setup/versions"]
+    fn valkey_9_becomes_redis_8_by_names() {
+        let (Some(redis), Some(valkey)) = (program("Redis", &[8, 2]), program("Valkey", &[9, 1])) else { return };
+        with_names(&valkey, &redis);
+    }
 }

@@ -223,7 +223,7 @@ fn keeps_times_and_ages(kind: Kind, fast: [&str; 2], policy: &str, command: &str
     assert_same_data(&primary, &replica);
     for (key, wanted) in ages {
         let found = age(&replica, key);
-        // A key that nobody reads grows idle by a second each second, and loses one of its uses each minute.
+        // The idle time of an unread key grows by one second each second, and its counter of uses falls by one each minute.
         let passed = i64::try_from(began.elapsed().as_secs()).unwrap();
         let (more, fewer) = if command == "IDLETIME" { (passed, 0) } else { (0, passed / 60) };
         let expected = wanted - fewer - 2..=wanted + more + 2;

@@ -24,7 +24,7 @@ use remora_protocol::{Join, Message, Offer, Outcome, Phase, Progress, RefusalCod
 use remora_redis::ReplId;
 use remora_table::JournalReader;
 use tokio::sync::{Mutex, oneshot, watch};
-use tokio::task::{JoinError, JoinHandle};
+use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
 
 use self::recorder::{RecordError, Recorder};
@@ -166,11 +166,6 @@ async fn done(beginning: &mut Option<Beginning>) -> Result<Option<Set>, Failure>
     }
 }
 
-/// The folder that has got its name, if it has.
-fn named(done: Result<Result<Option<Set>, Failure>, JoinError>) -> Option<Set> {
-    done.ok()?.inspect_err(|failure| tracing::debug!("no new beginning: {failure}")).ok()?
-}
-
 /// Pending while there is no folder with commands.
 async fn ended(present: &mut Option<Set>) -> Ended {
     match present {
@@ -234,29 +229,34 @@ impl Context {
     }
 
     /// Ends what is written, in order.
-    async fn stopped(&self, signal: &str, present: Option<Set>, beginning: Option<Beginning>) -> Result<(), Failure> {
-        let mut present = present;
-        if let Some(mut task) = beginning {
-            // Uploads are broken off, unless the present set needs the target.
-            if present.is_none() {
-                self.target.stop();
+    async fn stopped(
+        &self,
+        signal: &str,
+        mut present: Option<Set>,
+        mut beginning: Option<Beginning>,
+    ) -> Result<(), Failure> {
+        if present.is_none() {
+            // Uploads are broken off. A present set needs the target.
+            self.target.stop();
+        }
+        match (self.naming.try_lock(), &beginning) {
+            (Ok(_held), Some(task)) => {
+                // Until it has ended: else it would get the lock after us.
+                task.abort();
+                _ = done(&mut beginning).await;
             }
-            match self.naming.try_lock() {
-                // It holds no lock, and will not get one.
-                Ok(_held) => {
-                    task.abort();
-                    _ = (&mut task).await;
-                }
-                Err(_) => {
-                    if let Some(before) = named(task.await).and_then(|set| present.replace(set)) {
-                        let ended = before.following.stop().await;
-                        say_ended(&before.manifest, &ended);
-                    }
+            (Err(_), Some(_)) => {
+                // A folder is getting its name.
+                if let Ok(Some(set)) = done(&mut beginning).await
+                    && let Some(before) = present.replace(set)
+                {
+                    let ended = before.following.stop().await;
+                    say_ended(&before.manifest, &ended);
                 }
             }
+            (_, None) => {}
         }
         let Some(set) = present else {
-            self.target.stop();
             return Err(Failure::new(Code::Interrupted, format!("stopped by {signal} before the snapshot was whole")));
         };
         let ended = set.following.stop().await;

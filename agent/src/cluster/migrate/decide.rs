@@ -355,7 +355,7 @@ mod tests {
         let mut seen = seen(&[Side::New, Side::Old]);
         seen.shards[0].replicas[0].behind = Some("its link is down".into());
         waits(&next(THERE, &seen, &all_compared()), "its link is down");
-        // One that is lost is no way back any more, and keeps nobody.
+        // A lost node is not a way back, and nothing waits for it.
         seen.shards[0].replicas[0].is_lost = true;
         assert!(matches!(next(THERE, &seen, &all_compared()), Step::FailOver { shard: 1, .. }));
     }

@@ -182,7 +182,7 @@ async fn settings(
     if let Some((node, ..)) = all.iter().find(|(node, ..)| node.host.contains(':')) {
         return Err(Failure::refused(format!(
             "{node} has an address of IPv6: nodes of Redis from 8.0 on and of Valkey from 8.1 on understand each other only by names \
-             ({NAME}), and such an address is none: give each node a name, and set {TELLS} to hostname"
+             ({NAME}), and an address of IPv6 is not a name: give each node a name, and set {TELLS} to hostname"
         )));
     }
     let setting = |node: &HostPort, name, value: &str| Setting { node: node.clone(), name, value: value.to_owned() };

@@ -30,7 +30,7 @@ use super::plan::{self, Plan};
 use super::survey::Survey;
 use super::sync::program::{Newcomer, Program};
 use super::sync::{self, Outcome, Pace, Work, node};
-use crate::args::{ClusterMigrateArgs, DigestUse, HostPort, VerifyArgs};
+use crate::args::{ClusterMigrateArgs, EndsArgs, HostPort};
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::server::{Server, Task};
@@ -38,7 +38,7 @@ use crate::signals::Signals;
 use crate::tasks::blocking;
 use crate::verify;
 
-/// How long the cluster may be in the same trouble before the work ends. A fail-over takes a few seconds, gossip one.
+/// How long the work may wait, for whatever reasons, before it ends. A fail-over takes a few seconds, gossip one.
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
 
 /// The same, before the plan is shown: a command that was ended in the middle of a fail-over is started again.
@@ -46,12 +46,6 @@ const START_LIMIT: Duration = Duration::from_secs(5);
 
 /// How often it is looked.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-
-/// How often a key that differs is compared again: as the default of `remora verify`.
-const ROUNDS: u32 = 5;
-
-/// Differences that are listed.
-const SHOWN: u32 = 20;
 
 /// How long the comparison waits for a server that does not answer.
 const RETRY: Duration = Duration::from_secs(60);
@@ -71,7 +65,7 @@ pub(super) async fn run(args: ClusterMigrateArgs) -> Result<(), Failure> {
     let (mut migration, map) = planned;
     if args.dry_run {
         return match args.json {
-            true => print(&map),
+            true => progress::print_json(&map),
             false => progress::print(&map.table()),
         };
     }
@@ -85,21 +79,16 @@ pub(super) async fn run(args: ClusterMigrateArgs) -> Result<(), Failure> {
         outcome = migration.run() => outcome,
         signal = signals.next() => Err(Failure::new(
             Code::Interrupted,
-            format!("stopped by {signal}; what the servers have begun they end by themselves"),
+            format!("stopped by {signal}; the servers finish what they have begun"),
         )),
     };
     let outcome = outcome.map_err(|failure| failure.and(&migration.how_far()));
     let told = match args.json {
-        true => print(&migration.report(outcome.is_ok())),
+        true => progress::print_json(&migration.report(outcome.is_ok())),
         false if outcome.is_ok() => progress::print_line(&migration.end()),
         false => Ok(()),
     };
     outcome.and(told)
-}
-
-fn print(object: &impl Serialize) -> Result<(), Failure> {
-    let text = serde_json::to_string(object).map_err(|error| Failure::local(error.to_string()))?;
-    progress::print_line(&text)
 }
 
 /// What was done, for `--json`.
@@ -281,25 +270,19 @@ impl<'a> Migration<'a> {
 
     async fn compare(&mut self, number: usize, replica: &HostPort) -> Result<(), Failure> {
         let Some(shard) = self.seen.shards.get(number) else { return Ok(()) };
-        let ServerLogin { user, password_file, tls } = ServerLogin::of(self.args);
+        let login = &self.args.sources.server;
         let url = |place: &HostPort| self.server.at(&place.host, place.port).url().clone();
-        let args = VerifyArgs {
-            primary: url(&shard.primary.place),
-            primary_user: user.clone(),
-            primary_password_file: password_file.clone(),
-            replica: url(replica),
-            replica_user: user,
-            replica_password_file: password_file,
-            tls,
-            // A digest would keep the primary from its clients.
-            digest: DigestUse::Never,
-            recheck: ROUNDS,
-            limit: SHOWN,
-            retry_for: RETRY,
-            json: false,
+        let ends = EndsArgs {
+            from: url(&shard.primary.place),
+            from_user: login.user.clone(),
+            from_password_file: login.password_file.clone(),
+            to: url(replica),
+            to_user: login.user.clone(),
+            to_password_file: login.password_file.clone(),
+            tls: login.tls.clone(),
         };
         let slots = shard.slots.clone();
-        let keys = verify::same(&args).await.map_err(|failure| {
+        let keys = verify::same(&ends.comparison(RETRY)).await.map_err(|failure| {
             failure.and(&format!("{replica} does not take the slots {slots} over from {}", shard.primary.place))
         })?;
         progress::say(&format!("{replica} has the same {keys} keys as {}", shard.primary.place));
@@ -347,20 +330,6 @@ impl<'a> Migration<'a> {
             forgotten: &self.forgotten,
             shards: mapped::shards(&self.seen),
         }
-    }
-}
-
-/// The login of the command line, which is that of all nodes.
-struct ServerLogin {
-    user: Option<String>,
-    password_file: Option<std::path::PathBuf>,
-    tls: crate::args::TlsArgs,
-}
-
-impl ServerLogin {
-    fn of(args: &ClusterMigrateArgs) -> ServerLogin {
-        let server = &args.sources.server;
-        ServerLogin { user: server.user.clone(), password_file: server.password_file.clone(), tls: server.tls.clone() }
     }
 }
 

@@ -127,7 +127,7 @@ pub(super) fn source_for<'a>(job: &Job, survey: &Survey, sources: &'a Sources) -
     })
 }
 
-pub(super) fn table(program: &Program, survey: &Survey, sources: &Sources) -> String {
+fn table(program: &Program, survey: &Survey, sources: &Sources) -> String {
     let mut rows = vec![["NODE", "WHAT", "SLOTS", "PRIMARY", "SOURCE", "DATA"].map(str::to_owned)];
     let mut notes = program.notes.clone();
     for job in &program.jobs {
@@ -174,8 +174,7 @@ pub(super) fn agree(yes: bool) -> Result<(), Failure> {
 
 fn print(args: &ClusterSyncArgs, done: &[Outcome]) -> Result<(), Failure> {
     if args.json {
-        let text = serde_json::to_string(done).map_err(|error| Failure::local(error.to_string()))?;
-        progress::print_line(&text)?;
+        progress::print_json(done)?;
     }
     Ok(())
 }

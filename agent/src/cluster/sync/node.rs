@@ -25,8 +25,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// How long a node may take to know the primary that it was told to meet. Gossip takes about a second.
 const MEET_LIMIT: Duration = Duration::from_secs(60);
 
-/// How often it is told again meanwhile: servers forget a node that has not answered within their cluster-node-timeout. While
-/// they wait for it, another word changes nothing.
+/// How often it is told again meanwhile: a server forgets a node that has not answered within its
+/// cluster-node-timeout. While it waits for the answer, another `MEET` changes nothing.
 const MEET_AGAIN: Duration = Duration::from_secs(5);
 
 /// How long a link that is up must stay so, where the primary lists the node under another address.

@@ -210,7 +210,7 @@ impl Capture {
     }
 }
 
-/// Nothing has begun: the snapshot can be taken in another way, unless the capture is to stop.
+/// The sweep has not begun. A fork can take the snapshot, unless the capture is to stop.
 fn untouched(error: CaptureError) -> ModuleError {
     match error {
         CaptureError::Stopped | CaptureError::ServerEnds => ModuleError::Final(error),

@@ -60,7 +60,8 @@ fn three_replicas_behind_one_cable_take_about_one_copy_over_it() {
     }
 }
 
-/// The cable of a lender that slows down. It is never silent, and its own copy would take another minute at least.
+/// Rate of the lender's cable once it slows down, in bytes per second. Its messages still pass, and the rest of its own
+/// copy takes a minute at least.
 const SLOW_CABLE: u64 = CABLE / 60;
 
 /// Slots that the lender holds when its reader joins, and that the reader holds when the lender slows down, of 384. The
