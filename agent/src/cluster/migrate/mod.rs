@@ -41,8 +41,9 @@ use crate::verify;
 /// How long the work may wait, for whatever reasons, before it ends. A fail-over takes a few seconds, gossip one.
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
 
-/// The same, before the plan is shown: a command that was ended in the middle of a fail-over is started again.
-const START_LIMIT: Duration = Duration::from_secs(5);
+/// The same, before the plan is shown: a command that was ended in the middle of a fail-over, or after a node has
+/// joined, is started again. Nodes hear of each other within half a `cluster-node-timeout`, 7.5 s by default.
+const START_LIMIT: Duration = Duration::from_secs(20);
 
 /// How often it is looked.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
