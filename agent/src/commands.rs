@@ -140,7 +140,7 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
         Command::Attend(args) => crate::replica::attend::run(args).await,
         Command::Intercept(args) => crate::intercept::run(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
-        Command::Devices(args) => crate::transports::run(&args),
+        Command::Devices(args) => crate::transports::print_report(args.json),
         Command::Plan(args) => until_signal(crate::plan::run(args), "").await,
         Command::Probe(args) => {
             until_signal(crate::probe::run(args), ": the figures measured so far are not shown").await

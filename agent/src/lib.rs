@@ -12,25 +12,19 @@
 //!
 //! The crate has the loops that drive the pure state machines and the memory of the crates below, and the command line.
 //! Protocols are in `remora_redis`, `remora_protocol` and `remora_messenger`, transports in `remora_fabric`, and the
-//! layout of tables in `remora_table`. [`remora_server`] is the client of a Redis or Valkey server, with Sentinels, and
-//! [`remora_base`] what all of them stand on.
+//! layout of tables in `remora_table`. [`remora_conversation`] is how agents talk, [`remora_server`] the client of a
+//! Redis or Valkey server, with Sentinels, [`remora_metrics`] what agents show to those who watch them,
+//! [`remora_process`] what each command stands on, and [`remora_base`] what all do.
 //!
 //! The modules, in the order in which to read them:
 //!
 //! - [`args`]: the command line; [`config`]: what files and the environment add to it; [`commands`]: the process around
 //!   one command. **Start here.**
-//! - `events`: what a reader of the log may rely on.
-//! - [`exit`]: how a command ends; `patience`: how long it waits before that; [`progress`]: what it shows while it
-//!   runs; `estimate`: how long a sync will take.
-//! - [`conversation`]: connections between agents, and the port that either end may open.
-//! - `service`: what a service manager is told.
-//! - [`source`], [`replica`], [`status`]: the job.
-//! - [`transports`]: which transports to the memory there are, and the command that reports them; [`probe`] measures
-//!   them.
+//! - [`source`], [`replica`], [`status`]: the job. `estimate`: how long a sync will take.
+//! - [`probe`] measures the transports.
 //! - [`intercept`]: the rules by which a server's connections come to an agent that attends it ([`replica::attend`]).
 //! - [`snapshot`]: a source's snapshot as a file; [`cluster`]: clusters as a whole.
 //! - [`backup`]: snapshots in a folder, with the writes since, and what can be restored from them.
-//! - [`metrics`]: what agents show to Prometheus and probes.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
 //! - [`migrate`]: a server of another family or version becomes an exact replica, by both agents.
 //! - [`switch`]: a replica and its primary change their roles.
@@ -42,39 +36,24 @@
 
 pub mod args;
 pub mod backup;
-mod checked_json;
 pub mod cluster;
 pub mod commands;
 pub mod config;
-pub mod conversation;
 mod estimate;
-mod events;
-pub mod exit;
-mod free_space;
-mod host_memory;
-mod host_threads;
 pub mod intercept;
-mod lanes;
 pub mod load;
-mod metrics;
 pub mod migrate;
-mod patience;
 pub mod plan;
 pub mod probe;
-pub mod progress;
 pub mod ready;
 pub mod replica;
-mod service;
-mod signals;
 #[cfg(any(test, feature = "simulation"))]
 pub mod simulation;
 pub mod snapshot;
 pub mod source;
 pub mod status;
 pub mod switch;
-mod tasks;
 pub mod tools;
-pub mod transports;
 pub mod verify;
 pub mod volume;
 
@@ -83,5 +62,10 @@ pub mod volume;
 use remora_base::mutation;
 use remora_base::{pace as backoff, pace as growth};
 pub use remora_base::{units, x509};
+pub use remora_conversation as conversation;
+pub use remora_conversation::transports;
+use remora_metrics as metrics;
+use remora_process::{checked_json, events, free_space, host_memory, host_threads, patience, service, signals, tasks};
+pub use remora_process::{exit, progress};
 pub use remora_server as server;
 use remora_server::sentinel;

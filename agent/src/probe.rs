@@ -24,8 +24,8 @@ use serde_json::{Value, json};
 use crate::args::{HostPort, ProbeArgs};
 use crate::conversation::{Connection, derive};
 use crate::exit::{Code, Failure};
-use crate::lanes::LANES_LABEL;
 use crate::progress;
+use crate::transports::LANES_LABEL;
 use crate::transports::TransportChoices;
 use crate::units::{Size, readable};
 
@@ -51,8 +51,12 @@ pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
         keys,
     };
     let (plan, json) = (Plan::new(&args), args.json);
-    let wish =
-        TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma, security: credentials.security };
+    let wish = TransportChoices {
+        choice: args.transport,
+        lanes: args.lanes,
+        rdma: args.rdma.options(),
+        security: credentials.security,
+    };
     let mut measuring = tokio::task::spawn_blocking(move || way.measure(&wish, &plan));
     let report = loop {
         tokio::select! {

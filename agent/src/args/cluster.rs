@@ -5,13 +5,15 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
+use super::inspect::TRANSPORTS;
 use super::server::ServerArgs;
 use super::{
-    FetchArgs, HostPort, LeftOut, RdmaRead, ReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, TransportChoice,
+    FetchArgs, HostPort, LeftOut, RdmaReadArgs, ReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, one_of,
 };
 use crate::exit::{self, Code};
 use crate::server::Task;
 use crate::server::nodes::{Node, is_id};
+use crate::transports::TransportChoice;
 use crate::units::parse_duration;
 
 /// The arguments of `remora cluster`.
@@ -117,12 +119,12 @@ pub struct ClusterBackupArgs {
     pub at_once: u8,
 
     /// How to read the sources' memory; see `remora fetch`.
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Sources")]
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = one_of(TRANSPORTS), help_heading = "Sources")]
     pub transport: TransportChoice,
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub rdma: RdmaRead,
+    pub rdma: RdmaReadArgs,
 
     /// How long to retry while a source is unreachable, with growing pauses. `0` tries once.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Sources")]

@@ -1,21 +1,21 @@
 //! The options of every agent's connections: what protects them, which peers there are, how fast they get slots, by
 //! which RDMA devices, and what is shown to those who watch.
 
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
+use std::time::Duration;
 
-use clap::{Args, ValueEnum};
-use remora_fabric::verbs::addresses_of;
+use clap::Args;
+use remora_fabric::verbs::CompletionMode;
 use remora_wire::is_printable;
 use rustls::pki_types::ServerName;
 
-use super::SentinelArgs;
+use super::{SentinelArgs, Words, one_of};
 use crate::conversation::certificates::{CertificateFiles, CertificateRoles, Certificates, MTLS_OPTIONS};
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Mode, Security, SourceKey};
 use crate::exit::{Code, Failure};
+use crate::transports::{RdmaEnd, RdmaOffer, RdmaRead};
 use crate::units::{Size, UnitError};
 
 // The options that say what protects the connections between agents.
@@ -27,7 +27,7 @@ pub struct SecurityArgs {
     /// encrypted once for all replicas on other hosts. `mtls`: the same with certificates of both ends (--cert, --key,
     /// --ca), and with a token only if one is given. `none`: the data can be read and changed on the network. Default:
     /// `token` for every address that is not loopback, `none` for loopback.
-    #[arg(long, value_name = "HOW", help_heading = "Security")]
+    #[arg(long, value_name = "HOW", value_parser = one_of(MODES), help_heading = "Security")]
     pub security: Option<Mode>,
 
     /// With `--security none`: allow addresses that are not loopback, and RDMA without encryption. A host that can read
@@ -184,6 +184,17 @@ impl SecurityArgs {
     }
 }
 
+/// The values of `--security`.
+const MODES: Words<Mode, 3> = [
+    (
+        "none",
+        "Only the proofs and seals of the control connection: the data can be read and changed on the network",
+        Mode::None,
+    ),
+    ("token", "TLS 1.3, authenticated by the token", Mode::Token),
+    ("mtls", "TLS 1.3 with certificates of both ends, and by the token where one is given", Mode::Mtls),
+];
+
 const PLAINTEXT_ALONE: &str = "--plaintext-network goes with --security none only: give both or neither";
 
 fn usage<T>(text: &str) -> Result<T, Failure> {
@@ -223,65 +234,11 @@ pub(super) fn parse_name(text: &str) -> Result<String, String> {
     }
 }
 
-// How fast an agent sends slots to others: `auto`, `none`, or a rate.
-
-/// The value of `--upload-limit`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum UploadLimit {
-    /// As fast as leaves the queue of the network link short for others.
-    #[default]
-    Auto,
-    /// As fast as TCP does.
-    Unlimited,
-    /// Bytes per second.
-    Rate(Size),
-}
-
-impl UploadLimit {
-    /// The rate; `None` if none is given.
-    pub fn rate(self) -> Option<Size> {
-        match self {
-            UploadLimit::Rate(rate) => Some(rate),
-            UploadLimit::Auto | UploadLimit::Unlimited => None,
-        }
-    }
-}
-
-impl FromStr for UploadLimit {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<UploadLimit, String> {
-        match text {
-            "auto" => Ok(UploadLimit::Auto),
-            "none" => Ok(UploadLimit::Unlimited),
-            rate => parse_rate(rate).map(UploadLimit::Rate).map_err(|error| format!("{error}; or auto, or none")),
-        }
-    }
-}
-
-impl fmt::Display for UploadLimit {
-    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            UploadLimit::Auto => to.write_str("auto"),
-            UploadLimit::Unlimited => to.write_str("none"),
-            UploadLimit::Rate(rate) => write!(to, "{}", rate.get()),
-        }
-    }
-}
-
-/// The lowest rate: below it a slot of the default size takes longer than its reader waits for a byte of it.
-const LEAST_RATE: Size = Size::bytes(64 << 10);
-
-pub(super) fn parse_rate(text: &str) -> Result<Size, String> {
-    let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
-    if size < LEAST_RATE { Err(format!("the rate must be at least {LEAST_RATE} per second")) } else { Ok(size) }
-}
-
 // The RDMA options of source and replica, and of the ends of a volume.
 
 /// Which RDMA devices an end uses, and how its packets are marked.
 #[derive(Clone, Debug, Default, Args)]
-pub struct RdmaEnd {
+pub struct RdmaEndArgs {
     /// Use the RDMA device that has this local address; may be repeated, once per port. Default: a source uses the
     /// device with the address of --listen, a reader the one to which the system's routes lead. What belongs to
     /// volumes (a server's copies, a writer's large writes) is offered only by devices that are named, and without
@@ -308,28 +265,22 @@ pub struct RdmaEnd {
     pub rdma_service_level: Option<u8>,
 }
 
-impl RdmaEnd {
-    /// Whether an option names the device to use.
-    pub fn is_named(&self) -> bool {
-        !self.rdma_address.is_empty() || !self.rdma_device.is_empty()
-    }
-
-    /// The addresses of the named devices; empty if none was named.
-    ///
-    /// # Errors
-    /// The named device, or its port, has no address of this host.
-    pub fn addresses(&self) -> Result<Vec<IpAddr>, remora_fabric::Error> {
-        let mut addresses = self.rdma_address.clone();
-        for device in &self.rdma_device {
-            addresses.extend(addresses_of(device, self.rdma_port)?);
+impl RdmaEndArgs {
+    /// The options without their clap attributes.
+    pub(crate) fn options(&self) -> RdmaEnd {
+        RdmaEnd {
+            addresses: self.rdma_address.clone(),
+            devices: self.rdma_device.clone(),
+            port: self.rdma_port,
+            traffic_class: self.rdma_traffic_class,
+            service_level: self.rdma_service_level,
         }
-        Ok(addresses)
     }
 }
 
 /// How a source offers RDMA.
 #[derive(Clone, Debug, Default, Args)]
-pub struct RdmaOffer {
+pub struct RdmaOfferArgs {
     /// Do not offer RDMA even if there are devices. (If an option names a device and RDMA is not available, that is an
     /// error.)
     #[arg(long, conflicts_with_all = ["rdma_address", "rdma_device"], help_heading = "RDMA")]
@@ -337,15 +288,22 @@ pub struct RdmaOffer {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub end: RdmaEnd,
+    pub end: RdmaEndArgs,
+}
+
+impl RdmaOfferArgs {
+    /// The options without their clap attributes.
+    pub(crate) fn options(&self) -> RdmaOffer {
+        RdmaOffer { is_off: self.no_rdma, end: self.end.options() }
+    }
 }
 
 /// How a reader (a replica or a probe) reads over RDMA.
 #[derive(Clone, Debug, Args)]
-pub struct RdmaRead {
+pub struct RdmaReadArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub end: RdmaEnd,
+    pub end: RdmaEndArgs,
 
     /// Queue pairs per table, 1 to 8: more for a network that spreads its load by flow, or to use several ports.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8), help_heading = "RDMA")]
@@ -365,24 +323,35 @@ pub struct RdmaRead {
 
     /// How to wait for the device: `polling` keeps a processor busy, `event` sleeps at once, `poll-then-arm` polls for
     /// a moment first.
-    #[arg(long, value_name = "HOW", default_value = "poll-then-arm", help_heading = "RDMA")]
-    pub rdma_completion: CompletionChoice,
+    #[arg(long, value_name = "HOW", default_value = "poll-then-arm", value_parser = one_of(COMPLETIONS), help_heading = "RDMA")]
+    pub rdma_completion: CompletionMode,
 
     /// How long `poll-then-arm` polls before it sleeps, in microseconds.
     #[arg(long, value_name = "US", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=1_000_000), help_heading = "RDMA")]
     pub rdma_poll_us: u64,
 }
 
-/// How to wait for completions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum CompletionChoice {
-    /// Poll without pause.
-    Polling,
-    /// Sleep until the device interrupts.
-    Event,
-    /// Poll for a while, then sleep.
-    PollThenArm,
+impl RdmaReadArgs {
+    /// The options without their clap attributes.
+    pub(crate) fn options(&self) -> RdmaRead {
+        RdmaRead {
+            end: self.end.options(),
+            queue_pairs: self.rdma_queue_pairs,
+            queue_depth: self.rdma_queue_depth,
+            reads: self.rdma_reads,
+            piece: self.rdma_piece,
+            completion: self.rdma_completion,
+            poll_time: Duration::from_micros(self.rdma_poll_us),
+        }
+    }
 }
+
+/// How to wait for completions.
+const COMPLETIONS: Words<CompletionMode, 3> = [
+    ("polling", "Poll without pause", CompletionMode::Polling),
+    ("event", "Sleep until the device interrupts", CompletionMode::Event),
+    ("poll-then-arm", "Poll for a while, then sleep", CompletionMode::PollThenArm),
+];
 
 fn parse_piece(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
@@ -448,25 +417,6 @@ fn parse_file(text: &str) -> Result<PathBuf, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_rate_that_would_stall_every_reader_is_refused() {
-        assert!(parse_rate("1MiB").is_ok());
-        assert!(parse_rate("0").is_err() && parse_rate("1KiB").is_err());
-    }
-
-    #[test]
-    fn it_is_a_word_or_a_rate() {
-        assert_eq!("auto".parse(), Ok(UploadLimit::Auto));
-        assert_eq!("none".parse(), Ok(UploadLimit::Unlimited));
-        assert_eq!("105MiB".parse(), Ok(UploadLimit::Rate(Size::mebibytes(105))));
-        for wrong in ["", "0", "1KiB", "Auto", "fast"] {
-            assert!(wrong.parse::<UploadLimit>().is_err_and(|error| error.ends_with("or auto, or none")), "{wrong}");
-        }
-        for same in ["auto", "none", "110100480"] {
-            assert_eq!(same.parse::<UploadLimit>().map(|limit| limit.to_string()), Ok(same.to_owned()));
-        }
-    }
 
     #[test]
     fn pieces_are_whole_pages_within_reason() {

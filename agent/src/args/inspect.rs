@@ -7,10 +7,11 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::server::ServerArgs;
-use super::{HostPort, RdmaRead, SecurityArgs, SourceKeyArgs};
+use super::{HostPort, RdmaReadArgs, SecurityArgs, SourceKeyArgs, Words, one_of};
 use crate::conversation::tokens::Credentials;
 use crate::exit::{self, Code, Failure};
 use crate::server::Task;
+use crate::transports::TransportChoice;
 use crate::units::{Size, UnitError, parse_bit_rate, parse_duration};
 
 /// The arguments of `remora status`.
@@ -95,7 +96,7 @@ pub struct ReadArgs {
 
     /// How to read the source's memory: `shm` if both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
     /// `auto` uses the first of these over which a read works, and reports which one and why.
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Source")]
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = one_of(TRANSPORTS), help_heading = "Source")]
     pub transport: TransportChoice,
 
     /// TCP connections for reading. More than one helps if a single connection does not fill the link. Several take a
@@ -105,26 +106,21 @@ pub struct ReadArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub rdma: RdmaRead,
+    pub rdma: RdmaReadArgs,
 
     /// How long to retry while the source or the server is unreachable, with growing pauses. `0` tries once.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Source")]
     pub retry_for: Duration,
 }
 
-/// The transport to read over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum TransportChoice {
-    /// The first that works, the fastest first.
-    Auto,
-    /// Shared memory of this host.
-    Shm,
-    /// RDMA.
-    #[value(alias = "rdma")]
-    Verbs,
-    /// TCP.
-    Tcp,
-}
+/// The transports to read over.
+pub(crate) const TRANSPORTS: Words<TransportChoice, 5> = [
+    ("auto", "The first that works, the fastest first", TransportChoice::Auto),
+    ("shm", "Shared memory of this host", TransportChoice::Shm),
+    ("verbs", "RDMA", TransportChoice::Verbs),
+    ("rdma", "", TransportChoice::Verbs),
+    ("tcp", "TCP", TransportChoice::Tcp),
+];
 
 /// The arguments of `remora ready`.
 #[derive(Clone, Debug, Args)]
@@ -266,7 +262,7 @@ pub struct ProbeArgs {
     pub json: bool,
 
     /// Measure this transport only; `auto` measures each of them.
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "What to measure")]
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = one_of(TRANSPORTS), help_heading = "What to measure")]
     pub transport: TransportChoice,
 
     /// Bytes of one read, 1 to 4MiB; several values are separated by commas.
@@ -291,7 +287,7 @@ pub struct ProbeArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub rdma: RdmaRead,
+    pub rdma: RdmaReadArgs,
 }
 
 fn parse_read(text: &str) -> Result<Size, String> {

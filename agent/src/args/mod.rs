@@ -20,6 +20,7 @@ mod volume;
 
 use std::ffi::OsString;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 pub use remora_server::HostPort;
 
@@ -32,15 +33,13 @@ pub use self::cluster::{
     ClusterStatusArgs, ClusterSyncArgs, Renew,
 };
 pub use self::connections::{
-    CompletionChoice, LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEnd, RdmaOffer,
-    RdmaRead, ReplicaNameArgs, SecurityArgs, SourceKeyArgs, UploadLimit,
+    LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEndArgs, RdmaOfferArgs, RdmaReadArgs,
+    ReplicaNameArgs, SecurityArgs, SourceKeyArgs,
 };
 pub use self::fetch::{
     ClusterNodeArgs, FetchArgs, PassOnArgs, SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs,
 };
-pub use self::inspect::{
-    AskArgs, DevicesArgs, PlanArgs, PlannedSecurity, ProbeArgs, ReadArgs, ReadyArgs, StatusArgs, TransportChoice,
-};
+pub use self::inspect::{AskArgs, DevicesArgs, PlanArgs, PlannedSecurity, ProbeArgs, ReadArgs, ReadyArgs, StatusArgs};
 pub use self::migrate::{DigestUse, EndsArgs, MigrateArgs, SwitchArgs, VerifyArgs};
 pub(crate) use self::replica::SyncArgs;
 pub use self::replica::{
@@ -215,6 +214,25 @@ impl LogLevel {
     pub(crate) fn min_with(self, other: Self) -> Self {
         if (self as u8) < (other as u8) { self } else { other }
     }
+}
+
+/// The words that an option takes: each with what its help page says of it, and what it means. One without a sentence
+/// is taken and not shown.
+pub(crate) type Words<T, const N: usize> = [(&'static str, &'static str, T); N];
+
+/// Parses one of these words. The meanings are types of crates that know no command line.
+pub(crate) fn one_of<T, const N: usize>(words: Words<T, N>) -> impl TypedValueParser<Value = T>
+where
+    T: Copy + Send + Sync + 'static,
+{
+    let shown = words.map(|(word, help, _)| match help {
+        "" => PossibleValue::new(word).hide(true),
+        help => PossibleValue::new(word).help(help),
+    });
+    PossibleValuesParser::new(shown).try_map(move |given| {
+        let known = words.iter().find(|(word, ..)| *word == given);
+        known.map(|(.., meaning)| *meaning).ok_or("it has no meaning")
+    })
 }
 
 /// The definition of the whole command line, for completions, man pages and tests.

@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::connections::{LenderNameArgs, parse_rate};
+use super::connections::LenderNameArgs;
 use super::server::ServerArgs;
-use super::{FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, PeerArgs, ReadArgs, UploadLimit};
+use super::{FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, PeerArgs, ReadArgs};
 use crate::conversation::SourceKey;
 use crate::exit::{self, Code};
 use crate::server::Task;
+use crate::transports::{UploadLimit, parse_rate};
 use crate::units::{Size, UnitError, parse_duration};
 
 /// The arguments of `remora replica`.

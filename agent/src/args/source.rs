@@ -7,14 +7,13 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::server::{TlsArgs, UrlParser};
-use super::{
-    HostPort, MetricsArgs, MonitorNameArgs, RdmaOffer, ReplicaNameArgs, SecurityArgs, SentinelArgs, UploadLimit,
-};
+use super::{HostPort, MetricsArgs, MonitorNameArgs, RdmaOfferArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs};
 use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Identity, Mode, Role, Security};
 use crate::exit::{self, Code, Failure};
 use crate::server::{Credentials, Server, ServerUrl, SetupError, Task};
+use crate::transports::UploadLimit;
 use crate::units::{Size, parse_duration};
 
 /// The arguments of `remora source`.
@@ -151,7 +150,7 @@ pub struct SourceArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub rdma: RdmaOffer,
+    pub rdma: RdmaOfferArgs,
 }
 
 /// The server to take the snapshot of, or how to find it, and its login.

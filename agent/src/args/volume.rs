@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use remora_volume::client::{Reads, WindowSize, Writes};
 
-use super::{HostPort, MetricsArgs, RdmaEnd, SecurityArgs};
+use super::{HostPort, MetricsArgs, RdmaEndArgs, SecurityArgs};
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
 
@@ -71,7 +71,7 @@ pub struct WriterArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub rdma: RdmaEnd,
+    pub rdma: RdmaEndArgs,
 
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -189,7 +189,7 @@ pub struct ServeArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub rdma: RdmaEnd,
+    pub rdma: RdmaEndArgs,
 
     #[command(flatten)]
     #[allow(missing_docs)]

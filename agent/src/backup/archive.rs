@@ -22,13 +22,13 @@ use super::commands_file::{HEAD_BYTES, head};
 use super::journal::recorder::{Files, Finished};
 use super::manifest::{Damaged, Kind, Manifest, Stored, is_name, oldest_first};
 use super::moment::Moment;
-use super::rdb_file::RdbFile;
 use super::sealing::{ENDING, FORMAT, Recipients, Sealing};
 use super::shelf::Shelf;
 use super::store::{self, Object, Store, Upload, get, put};
 use crate::checked_json::{self, Checksum};
 use crate::exit::{Code, Failure};
 use crate::replica::private::{Claim, Folder, is_unsafe};
+use remora_process::rdb_file::RdbFile;
 
 /// The snapshot that arrives, in the spool folder.
 const INCOMING: &str = "incoming.rdb";

@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::moment::Moment;
-use super::rdb_file::RdbFile;
 use crate::args::Pass;
 use crate::checked_json::{self, Checksum};
 use crate::exit::{Code, Failure};
 use crate::snapshot::beside;
 use crate::snapshot::fetch::PRIVATE;
+use remora_process::rdb_file::RdbFile;
 
 /// What the field `format` says.
 const FORMAT: &str = "remora backup";

@@ -6,8 +6,8 @@
 //!
 //! - [`shelf`]: a folder of backups, its names, and what is removed there. [`archive`]: objects of a [`store`], such as
 //!   a bucket, which [`sealing`] can encrypt. [`manifest`]: what a backup is, as JSON.
-//! - [`rdb_file`], [`commands_file`]: the checks of a snapshot and of a file of commands. [`moment`]: seconds as text
-//!   and in names.
+//! - [`rdb_file`](remora_process::rdb_file), [`commands_file`]: the checks of a snapshot and of a file of commands.
+//!   [`moment`]: seconds as text and in names.
 //! - [`journal`]: a snapshot and the commands since, in a folder of their own.
 //! - [`restore`]: what there is, whether it is whole, and the files for a server.
 //! - This file: a snapshot as a backup, where it goes ([`Target`]), and what is shown to those who watch. The fetch
@@ -17,7 +17,6 @@ pub(crate) mod archive;
 mod commands_file;
 mod journal;
 mod manifest;
-pub(crate) mod rdb_file;
 pub mod restore;
 mod sealing;
 mod shelf;
@@ -34,7 +33,6 @@ use std::time::Instant;
 use self::archive::Archive;
 pub(crate) use self::manifest::checked_snapshot;
 use self::manifest::{Damaged, Kind, Manifest};
-use self::rdb_file::RdbFile;
 use self::shelf::Shelf;
 use crate::args::{BackupArgs, Location};
 use crate::exit::{Code, Failure};
@@ -46,13 +44,15 @@ use crate::snapshot::fetch;
 use crate::tasks::blocking;
 use crate::units::Size;
 use remora_base::moment::{self, Moment};
+use remora_process::rdb_file::RdbFile;
 
 /// Runs `remora backup`.
 ///
 /// # Errors
 /// The folder or the store cannot be used, the source cannot be reached or refuses, or the snapshot is damaged.
 pub async fn run(args: BackupArgs) -> Result<(), Failure> {
-    let (watch, mut scrapes) = Watch::begin(Agent::Backup, &args.metrics, &args.metrics_file).await?;
+    let (watch, mut scrapes) =
+        Watch::begin(Agent::Backup, args.metrics.metrics, args.metrics_file.metrics_file.as_deref()).await?;
     let outcome = backup(args, &mut scrapes).await;
     scrapes.leave(|_| {});
     watch.end(outcome).await

@@ -185,8 +185,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::super::moment::Moment;
-    use super::super::rdb_file::RdbFile;
     use super::*;
+    use remora_process::rdb_file::RdbFile;
 
     fn manifest(kind: Kind, taken: u64, replid: char) -> Manifest {
         let rdb = RdbFile {

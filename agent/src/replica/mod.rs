@@ -42,19 +42,15 @@ pub(crate) mod parts;
 mod preflight;
 mod prepared;
 mod primary;
-pub(crate) mod record;
 pub(crate) mod relay;
 mod report;
 pub(crate) mod source;
 pub(crate) mod spool;
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 pub(crate) use remora_base::files as private;
-use remora_redis::resp::Frame;
 use tokio::sync::oneshot;
-use tokio::time::Instant;
 
 use self::attend::once;
 use self::control::Control;
@@ -72,9 +68,10 @@ use crate::exit::{Code, Failure};
 use crate::host_memory;
 use crate::metrics::{Agent, Scrapes, Watch};
 use crate::patience::{Patience, RETRY_FOR};
-use crate::server::{Client, RefusalKind, ServerError};
 use crate::signals::until_signal;
 use crate::units::Size;
+pub(crate) use remora_process::record;
+pub(crate) use remora_process::record::{SETTLE_LIMIT, SETTLE_POLL, once_settled};
 
 /// Runs a replica agent to its end.
 ///
@@ -82,7 +79,8 @@ use crate::units::Size;
 /// Why the server is not a replica; the message says in which state it was left.
 pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
     host_memory::check("--memory", args.memory)?;
-    let (watch, mut scrapes) = Watch::begin(Agent::Replica, &args.metrics, &args.metrics_file).await?;
+    let (watch, mut scrapes) =
+        Watch::begin(Agent::Replica, args.metrics.metrics, args.metrics_file.metrics_file.as_deref()).await?;
     let outcome = sync(args, &mut scrapes).await;
     watch.end(outcome).await
 }
@@ -223,25 +221,6 @@ async fn find_spool(folder: PathBuf) -> Option<Spool> {
         Ok(_) => found.await.ok().flatten(),
         // Without them, the delivery opens the folder itself.
         Err(_) => None,
-    }
-}
-
-/// How long the server may take to notice that its link is gone.
-const SETTLE_LIMIT: Duration = Duration::from_secs(15);
-
-/// How long to wait before it is asked again.
-const SETTLE_POLL: Duration = Duration::from_millis(50);
-
-/// Sends a command as soon as the server accepts it: a server that still loads from the link of an earlier agent
-/// refuses most commands until it notices that this link is gone.
-async fn once_settled<A: AsRef<[u8]>>(client: &mut Client, command: &[A]) -> Result<Frame, ServerError> {
-    let began = Instant::now();
-    loop {
-        match client.command(command).await {
-            Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
-            done => return done,
-        }
-        tokio::time::sleep(SETTLE_POLL).await;
     }
 }
 

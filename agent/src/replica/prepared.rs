@@ -14,7 +14,7 @@ use super::preflight::{self, Known, Primary, Target};
 use super::primary::{self, Finding, KnownPrimaries};
 use super::record::Record;
 use super::source::{Source, Way};
-use crate::args::{ReadArgs, ReplicaArgs, TransportChoice};
+use crate::args::{ReadArgs, ReplicaArgs};
 use crate::conversation::Protection;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
@@ -24,6 +24,7 @@ use crate::sentinel::guard;
 use crate::server::own_changes::OwnChanges;
 use crate::server::{Client, Facts, Server, ServerError, ServerUrl, Task};
 use crate::tasks::blocking;
+use crate::transports::TransportChoice;
 use crate::transports::not_offered;
 use crate::units::Size;
 

@@ -23,9 +23,9 @@ use crate::conversation::tokens::Credentials;
 use crate::conversation::{Connection, Error, Fault, Protection, Receiver, Security, Sender, derive};
 use crate::exit::{Code, Failure};
 use crate::host_memory;
-use crate::lanes::LANES_LABEL;
 use crate::patience::Patience;
 use crate::tasks::AbortOnDrop;
+use crate::transports::LANES_LABEL;
 use crate::transports::{Connectors, TransportChoices, not_offered};
 use crate::units::Size;
 
@@ -180,7 +180,12 @@ impl Source {
 }
 
 pub(super) fn wish(args: &ReadArgs, security: &Security) -> TransportChoices {
-    TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone(), security: security.clone() }
+    TransportChoices {
+        choice: args.transport,
+        lanes: args.lanes,
+        rdma: args.rdma.options(),
+        security: security.clone(),
+    }
 }
 
 /// The request for a snapshot, or for the rest of one.

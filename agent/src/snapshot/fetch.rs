@@ -23,7 +23,7 @@ use super::arrival::{Keeper, Reached, Stage, Target};
 use super::beside::{self, Placing};
 use super::mount::{Found, Kept, Shelf};
 use super::receiving::{Arrived, Reception, end, outcome};
-use crate::args::{FetchArgs, MetricsArgs};
+use crate::args::FetchArgs;
 use crate::cluster::nodes_conf;
 use crate::exit::{Code, Failure};
 use crate::metrics::{Agent, Families, Scrape, Scrapes, Watch, register as all};
@@ -49,7 +49,7 @@ pub(crate) const PRIVATE: Placing = Placing { owner: None, mode: Mode::RUSR.unio
 /// The file is refused, the source cannot be reached, there is no room, or the primary would not continue from the
 /// file.
 pub async fn run(args: FetchArgs) -> Result<(), Failure> {
-    let (watch, mut scrapes) = Watch::begin(Agent::Fetch, &MetricsArgs::default(), &args.metrics_file).await?;
+    let (watch, mut scrapes) = Watch::begin(Agent::Fetch, None, args.metrics_file.metrics_file.as_deref()).await?;
     let outcome = fetch(args, &mut scrapes).await;
     watch.end(outcome).await
 }

@@ -16,10 +16,11 @@ use super::machine::Session;
 use super::tables::{Exported, JOURNAL_REGION, SNAPSHOT_REGION, Tables};
 use super::topology::Assignment;
 use super::{Incoming, Source};
-use crate::args::{CompressChoice, RdmaOffer, SendChoice, SourceArgs, UploadLimit};
+use crate::args::{CompressChoice, SendChoice, SourceArgs};
 use crate::conversation::{Connection, Protection, Receiver, Role, Security, Sender, derive};
 use crate::exit::Failure;
-use crate::lanes::LANES_LABEL;
+use crate::transports::LANES_LABEL;
+use crate::transports::{RdmaOffer, UploadLimit};
 use crate::units::Size;
 use crate::{events, transports};
 
@@ -50,7 +51,7 @@ impl Exports {
             }
         }
         let memories = [SNAPSHOT_REGION, JOURNAL_REGION].map(|region| tables.memory(region).remote);
-        let (rdma, replicas) = (allowed_rdma(&args.rdma, security, listen.ip())?, args.max_replicas as usize);
+        let (rdma, replicas) = (allowed_rdma(&args.rdma.options(), security, listen.ip())?, args.max_replicas as usize);
         let open = move || transports::rdma(&rdma, listen, replicas, &memories);
         let rdma = tokio::task::spawn_blocking(open).await;
         exporters
@@ -182,12 +183,12 @@ fn allowed_rdma(wanted: &RdmaOffer, security: &Security, listen: IpAddr) -> Resu
     if security.seals_tables(listen) || security.permits_plain_network() {
         return Ok(wanted.clone());
     }
-    if wanted.end.is_named() && !wanted.no_rdma {
+    if wanted.end.is_named() && !wanted.is_off {
         let text = "RDMA would not be encrypted: give --security token, or --security none --plaintext-network if this is \
             meant, or omit --rdma-address and --rdma-device";
         return Err(Failure::refused(text));
     }
-    Ok(RdmaOffer { no_rdma: true, ..wanted.clone() })
+    Ok(RdmaOffer { is_off: true, ..wanted.clone() })
 }
 
 // Authenticated connections, what each may read, and how replicas learn from which other one they read.

@@ -24,8 +24,8 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Cell, Paragraph, Row, Table, Widget};
 use remora_protocol::{Phase, StatusReport};
 
-use super::view::{Fact, HEADS, Level, Row as Replica, Share, View};
 use crate::exit::Failure;
+use remora_metrics::view::{Fact, HEADS, Level, Row as Replica, Share, View};
 
 /// Columns of a bar.
 const BAR: usize = 20;
@@ -218,9 +218,9 @@ mod tests {
     use ratatui::crossterm::event::KeyEvent;
     use remora_protocol::Advance;
 
-    use super::super::tests::{replica, report};
     use super::*;
     use crate::units::Size;
+    use remora_metrics::sample::{replica, report};
 
     fn drawn(report: &StatusReport, width: u16, height: u16) -> String {
         let area = Rect::new(0, 0, width, height);

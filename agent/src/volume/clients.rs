@@ -19,7 +19,7 @@ use remora_volume::writer::End;
 
 use super::opening::{IS_OPENED, Opening, ended, files_failure};
 use super::servers::Shown;
-use crate::args::{MetricsFileArgs, MountArgs, NbdArgs, NbdTlsArgs};
+use crate::args::{MountArgs, NbdArgs, NbdTlsArgs};
 use crate::conversation::certificates::{CertificateFiles, CertificateRoles, Certificates};
 use crate::events;
 use crate::exit::Failure;
@@ -38,7 +38,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 /// has ended.
 pub(super) async fn mount(args: MountArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
-    let (_watch, mut scrapes) = Watch::begin(Agent::Mount, &args.metrics, &MetricsFileArgs::default()).await?;
+    let (_watch, mut scrapes) = Watch::begin(Agent::Mount, args.metrics.metrics, None).await?;
     let opening = Opening::read(&args.writer)?;
     let (name, shown) = (opening.name().to_owned(), opening.shown());
     let options = SessionOptions {
@@ -193,7 +193,7 @@ const LOOK_AGAIN_AT_SERVERS: Duration = Duration::from_millis(100);
 /// A file or an address cannot be used, the volume cannot be opened, or it has ended.
 pub(super) async fn nbd(args: NbdArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
-    let (_watch, mut scrapes) = Watch::begin(Agent::Nbd, &args.metrics, &MetricsFileArgs::default()).await?;
+    let (_watch, mut scrapes) = Watch::begin(Agent::Nbd, args.metrics.metrics, None).await?;
     let mut door = ServerOptions::new(door(&args)?);
     let certificates = certificates(&args.tls)?;
     door.tls = certificates.clone().map(tls);

@@ -14,7 +14,7 @@ use remora_volume::shape::Shape;
 use remora_volume::{Rdma, Security};
 use rustls::{ClientConfig, ServerConfig};
 
-use crate::args::{HostPort, MetricsFileArgs, RdmaEnd, ServeArgs, VolumeSecurityArgs};
+use crate::args::{HostPort, RdmaEndArgs, ServeArgs, VolumeSecurityArgs};
 use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
@@ -99,13 +99,13 @@ impl Protection {
     ///
     /// # Errors
     /// This host has no such device, or `--plaintext-network` was not given.
-    pub(super) fn rdma(&self, end: &RdmaEnd) -> Result<Rdma, Failure> {
-        let addresses = end.addresses().map_err(|error| Failure::refused(error.to_string()))?;
+    pub(super) fn rdma(&self, end: &RdmaEndArgs) -> Result<Rdma, Failure> {
+        let named = end.options();
+        let addresses = named.local_addresses().map_err(|error| Failure::refused(error.to_string()))?;
         let option = if end.rdma_device.is_empty() { "--rdma-address" } else { "--rdma-device" };
         let ports: Vec<_> = addresses.iter().map(|address| Address::Rdma(SocketAddr::new(*address, 0))).collect();
         self.check_plain(option, &ports)?;
-        let RdmaEnd { rdma_traffic_class: traffic_class, rdma_service_level: service_level, .. } = *end;
-        Ok(Rdma { addresses, traffic_class, service_level })
+        Ok(Rdma { addresses, traffic_class: named.traffic_class, service_level: named.service_level })
     }
 
     /// What protects connections to a port there, for logs.
@@ -151,7 +151,7 @@ fn resolve(server: &HostPort) -> Result<SocketAddr, Failure> {
 pub(super) async fn run(args: ServeArgs) -> Result<(), Failure> {
     host_memory::check("--memory", args.memory)?;
     let mut signals = Signals::catch()?;
-    let (_watch, mut scrapes) = Watch::begin(Agent::Serve, &args.metrics, &MetricsFileArgs::default()).await?;
+    let (_watch, mut scrapes) = Watch::begin(Agent::Serve, args.metrics.metrics, None).await?;
     let protection = Protection::read(&args.protection)?;
     let _rereading = protection.tokens.read_again_on_hangup()?;
     let (listen, security) = (protection.address("--listen", args.listen)?, protection.of_connections()?);

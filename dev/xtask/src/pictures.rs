@@ -358,8 +358,7 @@ const VIEW: View = View { width: 1160, height: 720, is_dark: false };
 const MOST_PAGE_BYTES: u64 = 150_000;
 
 /// The files that say how the page looks, and where their digests at the time of the pictures are kept.
-const FILES: [&str; 3] =
-    ["agent/src/metrics/page/page.css", "agent/src/metrics/page/page.html", "agent/src/metrics/page/page.js"];
+const FILES: [&str; 3] = ["metrics/src/page/page.css", "metrics/src/page/page.html", "metrics/src/page/page.js"];
 const DIGESTS: &str = "page.sha256";
 
 fn take(program: &Program, folder: &Path) -> Result<()> {

@@ -31,7 +31,6 @@ use self::recorder::{RecordError, Recorder};
 use self::sets::Sizes;
 use super::manifest::{Gap, Kind, Manifest};
 use super::moment::Moment;
-use super::rdb_file::RdbFile;
 use super::{Recorded, Seen, Target};
 use crate::args::{BackupArgs, ReadArgs};
 use crate::backoff::Backoff;
@@ -48,6 +47,7 @@ use crate::signals::Signals;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
 use crate::units::Size;
+use remora_process::rdb_file::RdbFile;
 
 /// The part of --base-every after which another snapshot is asked for again, if there was none.
 const AGAIN_PART: u32 = 8;

@@ -14,13 +14,13 @@ use super::super::Target;
 use super::super::archive::{self, Limits, Segments};
 use super::super::commands_file::{HEAD_BYTES, checked_list, head};
 use super::super::manifest::{Damaged, Kind, Manifest};
-use super::super::rdb_file::RdbFile;
 use super::super::shelf::{MANIFEST, Shelf};
 use super::recorder::{Files, Finished, Recorder};
 use crate::args::BackupArgs;
 use crate::exit::Failure;
 use crate::snapshot::beside;
 use crate::snapshot::fetch::PRIVATE;
+use remora_process::rdb_file::RdbFile;
 
 /// A set without a name.
 #[derive(Debug)]

@@ -10,10 +10,10 @@ use serde::Serialize;
 use super::super::commands_file::{AofFile, End};
 use super::super::manifest::checked_snapshot;
 use super::super::moment::Moment;
-use super::super::rdb_file::RdbFile;
 use super::AofFolder;
 use crate::args::Pass;
 use crate::exit::Failure;
+use remora_process::rdb_file::RdbFile;
 
 /// What the commands of a backup are.
 #[derive(Clone, Debug, Default, Serialize)]

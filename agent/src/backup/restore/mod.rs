@@ -30,7 +30,6 @@ use self::commands::Commands;
 use super::commands_file;
 use super::manifest::{Damaged, IN_FOLDER, Kind, Manifest as About, checked_snapshot, newest_until};
 use super::moment::Moment;
-use super::rdb_file::RdbFile;
 use super::shelf::{self, Backup};
 use crate::args::{Location, Pass, RestoreArgs};
 use crate::checked_json::Checksum;
@@ -42,6 +41,7 @@ use crate::snapshot::fetch::PRIVATE;
 use crate::tasks::blocking;
 use crate::units::Size;
 use crate::{free_space, progress};
+use remora_process::rdb_file::RdbFile;
 
 /// What a backup holds.
 #[derive(Debug, Serialize)]

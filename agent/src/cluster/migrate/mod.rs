@@ -8,7 +8,7 @@
 //!
 //! - [`decide`]: what is to be done next. Pure. **Start here.**
 //! - [`look`](mod@look): what it decides on: the cluster, as all of its nodes see it, and their settings.
-//! - [`act`]: one fail-over, and how nodes leave. The copies are those of [`sync`](super::sync).
+//! - [`act`]: one fail-over, and how nodes leave. The copies are those of [`sync`].
 //! - [`mapped`]: which new node takes which shard, and why not.
 //!
 //! Nothing is kept: the cluster itself says how far it is. So a command that was ended, by whatever, is started again.

@@ -51,7 +51,7 @@ use self::passage::{Arrival, Between, Passing, Tls};
 use self::syncs::{Looked, Syncs};
 use super::link::server_config;
 use super::{open_tokens, preflight};
-use crate::args::{AttendArgs, LinkTlsArgs, MetricsFileArgs, PeerArgs};
+use crate::args::{AttendArgs, LinkTlsArgs, PeerArgs};
 use crate::exit::Failure;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch, register as all};
 use crate::patience::Patience;
@@ -84,7 +84,7 @@ const GUIDE_EVERY: Duration = Duration::from_secs(1);
 pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     host_memory::check("--memory", args.memory)?;
     let mut signals = Signals::catch()?;
-    let (_watch, mut scrapes) = Watch::begin(Agent::Attend, &args.metrics, &MetricsFileArgs::default()).await?;
+    let (_watch, mut scrapes) = Watch::begin(Agent::Attend, args.metrics.metrics, None).await?;
     let PeerArgs { security, expected, readers, .. } = &args.peers;
     let tokens = open_tokens(&args.token_files, security, expected, readers, &args.lend.relay)?;
     let _rereading = tokens.read_again_on_hangup()?;

@@ -16,12 +16,12 @@ use self::reader::{Lost, ReadFrom, Reading};
 use self::server::{LentCopy, RelayServer, UploadLimits};
 use super::parts::Meter;
 use super::source::{Chosen, RelayWish, Source, Way, wish};
-use crate::args::{RdmaOffer, ReadArgs, RelayArgs, TransportChoice, UploadLimit};
+use crate::args::{ReadArgs, RelayArgs};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::conversation::{Connection, Options, Protection};
 use crate::events;
 use crate::exit::Failure;
-use crate::transports::TransportChoices;
+use crate::transports::{RdmaOffer, TransportChoice, TransportChoices, UploadLimit};
 use crate::units::Size;
 
 /// This replica's part in passing slots on: the peer that it reads from, and the copy that it lends.
@@ -153,7 +153,7 @@ impl Relay {
             };
             if let Some(serving) = self.serving.as_ref().filter(may_lend) {
                 let by_rdma = chosen.kind == TransportKind::Verbs;
-                let rdma = by_rdma.then(|| RdmaOffer { no_rdma: false, end: self.read.rdma.end.clone() });
+                let rdma = by_rdma.then(|| RdmaOffer { is_off: false, end: self.read.rdma.end.options() });
                 let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
                 let by_tcp = chosen.kind == TransportKind::Tcp;
                 let memory = memory.clone();

@@ -26,12 +26,12 @@ use remora_table::Geometry;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::args::RdmaOffer;
 use crate::conversation::listener::{self, Listener};
 use crate::conversation::{Connection, Endpoint, Options, Protection, Security, Sender, derive};
 use crate::exit::Failure;
-use crate::lanes::LANES_LABEL;
 use crate::replica::parts::Meter;
+use crate::transports::LANES_LABEL;
+use crate::transports::RdmaOffer;
 use crate::{events, transports};
 
 /// A copy for other replicas to read.

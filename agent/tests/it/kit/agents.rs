@@ -61,7 +61,10 @@ impl Stage {
             None => Command::new(program),
         };
         command.args(args).env("XDG_STATE_HOME", self.folder.path()).env_remove("REMORA_PASSWORD");
-        command.env("REMORA_LOG", "info,remora_agent=debug,remora_server=debug");
+        command.env(
+            "REMORA_LOG",
+            "info,remora_agent=debug,remora_conversation=debug,remora_metrics=debug,remora_process=debug,remora_server=debug",
+        );
         command
     }
 

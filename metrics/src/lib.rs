@@ -1,0 +1,38 @@
+//! Metrics: what agents show to those who watch them: a small HTTP server with `/metrics`, `/healthz` and `/readyz`, a
+//! page for people at `/`, and a file for the agents that end.
+//!
+//! ```text
+//!   Prometheus ── GET /metrics ──▶ Site ──╮ Scrape                    ╭── Answer: families ──▶ text
+//!   node_exporter ◀── file ◀── Watch ─────┴──▶ the agent's own loop ──╯
+//! ```
+//!
+//! Nothing is counted for metrics on the data path: each scrape makes them from what the agent knows anyway. An agent
+//! that is not scraped does nothing for it.
+//!
+//! - [`register`]: every family. **Start here.**
+//! - [`families`]: names and values as text, and those that every process has.
+//! - [`site`]: the HTTP server; `page`: the page for people.
+//! - [`watch`]: how an agent is asked, and the file.
+//!
+//! - [`view`]: what people are shown of a source's report; `remora status` draws it too.
+//!
+//! Names are those of `docs/reference/metrics.md`, and an interface: they do not change their meaning.
+
+#![forbid(unsafe_code)]
+// The docs of some files name private items: read them in the source, or with `--document-private-items`.
+#![allow(rustdoc::private_intra_doc_links)]
+
+pub mod families;
+mod page;
+pub mod register;
+pub mod sample;
+#[cfg(test)]
+mod shipped;
+pub mod site;
+pub mod view;
+pub mod watch;
+
+pub use self::families::{Families, own_ticks};
+pub use self::register::Agent;
+pub use self::site::{Site, bind};
+pub use self::watch::{Scrape, Scrapes, Watch};
