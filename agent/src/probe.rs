@@ -25,8 +25,7 @@ use crate::args::{HostPort, ProbeArgs};
 use crate::conversation::{Connection, derive};
 use crate::exit::{Code, Failure};
 use crate::progress;
-use crate::transports::LANES_LABEL;
-use crate::transports::TransportChoices;
+use crate::transports::{LANES_LABEL, TransportChoices};
 use crate::units::{Size, readable};
 
 /// How long the source may take to create its region: it touches 64 MiB, and registers them with an RDMA device.

@@ -23,7 +23,7 @@ use remora_fabric::{Connector, Error, Exporter, KeyError, Memory, Pages, Transpo
 use serde_json::{Value, json};
 
 use crate::Security;
-use remora_base::units::Size;
+use remora_base::units::{Size, UnitError};
 use remora_process::exit::Failure;
 use remora_process::progress;
 
@@ -107,20 +107,6 @@ pub struct RdmaRead {
     pub poll_time: Duration,
 }
 
-impl Default for RdmaRead {
-    fn default() -> Self {
-        Self {
-            end: RdmaEnd::default(),
-            queue_pairs: 1,
-            queue_depth: 64,
-            reads: 16,
-            piece: Size::bytes(256 << 10),
-            completion: CompletionMode::PollThenArm,
-            poll_time: Duration::from_micros(20),
-        }
-    }
-}
-
 /// How fast an agent sends slots to others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum UploadLimit {
@@ -168,12 +154,12 @@ impl fmt::Display for UploadLimit {
 /// The lowest rate: below it a slot of the default size takes longer than its reader waits for a byte of it.
 const LEAST_RATE: Size = Size::bytes(64 << 10);
 
-/// A rate, if it is not too low.
+/// The rate in bytes per second that this text gives.
 ///
 /// # Errors
-/// The text is no size, or the rate is too low.
+/// The text is not a size, or the rate is below [`LEAST_RATE`].
 pub fn parse_rate(text: &str) -> Result<Size, String> {
-    let size: Size = text.parse().map_err(|error: remora_base::units::UnitError| error.to_string())?;
+    let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
     if size < LEAST_RATE { Err(format!("the rate must be at least {LEAST_RATE} per second")) } else { Ok(size) }
 }
 
@@ -208,10 +194,10 @@ impl TransportChoices {
         Connectors { candidates: self.each(source, is_sealed).into(), passed_over: Vec::new() }
     }
 
-    /// The same to a replica that lends slots at the address `lender`, in a conversation with this host's address
-    /// `own`. The source has assigned that address, and the replica's keys may lead nowhere else: TCP connects to that
-    /// address and port only, and sockets of this host are taken from a replica on this host only. Those of RDMA name
-    /// addresses of devices, of which the conversation says nothing.
+    /// The connectors to another replica that passes its slots on at the address `lender`. `own`: this host's address
+    /// in the conversation with it. The source has assigned `lender`, and the keys of that replica may lead nowhere
+    /// else: TCP connects to that address and port only, and this end opens a socket of this host only if both replicas
+    /// run on it. Keys of RDMA name addresses of devices, of which the conversation says nothing.
     pub fn connectors_to_lender(&self, lender: SocketAddr, own: SocketAddr, is_sealed: bool) -> Connectors {
         let is_here = lender.ip() == own.ip() || (lender.ip().is_loopback() && own.ip().is_loopback());
         let connector = |kind| match kind {
@@ -610,7 +596,15 @@ mod tests {
 
     #[test]
     fn a_socket_of_this_host_is_taken_from_a_lender_on_this_host_only() {
-        let rdma = RdmaRead::default();
+        let rdma = RdmaRead {
+            end: RdmaEnd::default(),
+            queue_pairs: 1,
+            queue_depth: 64,
+            reads: 16,
+            piece: Size::bytes(256 << 10),
+            completion: CompletionMode::PollThenArm,
+            poll_time: Duration::from_micros(20),
+        };
         let choices = TransportChoices { choice: TransportChoice::Shm, lanes: 1, rdma, security: Security::default() };
         let memory = || Arc::new(Memory::create("lent", 4096, Pages::Small).unwrap());
         let exporter = ShmExporter::bind(ShmOptions::default()).unwrap();

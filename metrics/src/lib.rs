@@ -13,8 +13,8 @@
 //! - [`families`]: names and values as text, and those that every process has.
 //! - [`site`]: the HTTP server; `page`: the page for people.
 //! - [`watch`]: how an agent is asked, and the file.
-//!
 //! - [`view`]: what people are shown of a source's report; `remora status` draws it too.
+//! - [`sample`]: a report for the tests of both.
 //!
 //! Names are those of `docs/reference/metrics.md`, and an interface: they do not change their meaning.
 

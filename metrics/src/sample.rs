@@ -1,4 +1,4 @@
-//! A report for tests of what is shown of one.
+//! A report for tests of what is shown of one: of the page here, and of `remora status` in another crate.
 
 use remora_protocol::{
     Advance, Basis, GenerationState, GenerationStatus, Length, Phase, ReplicaStatus, StatusReport, Totals,

@@ -92,7 +92,7 @@ pub struct Row {
     pub left: String,
     /// How far behind the stream it is.
     pub lag: String,
-    /// The transport, and from whom.
+    /// The transport by which it reads.
     pub by: String,
     /// The replica that it reads from, or the source.
     pub from: String,
@@ -330,7 +330,7 @@ pub fn upload(upload: &UploadStatus) -> [String; 2] {
     [format!("up to {}", words::rate(bytes_per_second)), format!("{why}in the background; {millis:.1} ms of queue")]
 }
 
-/// So many of these things.
+/// A count and what is counted: `1 slot`, `2 slots`.
 pub fn counted(count: u64, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }

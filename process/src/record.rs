@@ -22,10 +22,9 @@ use sha2::{Digest, Sha256};
 
 use crate::checked_json::{self, Checksum};
 use crate::exit::{Code, Failure};
-use remora_base::files::{self as private, Claim, Folder};
+use remora_base::files::{self, Claim, Folder};
 use remora_server::own_changes::Counted;
-use remora_server::{Client, RefusalKind, ServerError};
-use tokio::time::Instant;
+use remora_server::{Client, ServerError};
 
 /// The settings that an agent changes. No other setting is ever restored.
 const OURS: [&str; 6] = [DISKLESS_LOAD, LOGIN[0], LOGIN[1], SAVE, SYNC_DELAY, COMPRESSION];
@@ -407,7 +406,7 @@ impl Record {
             }
         }
         self.save()?;
-        match once_settled(client, &[b"CONFIG".as_slice(), b"SET", name.as_bytes(), value]).await {
+        match client.command_once_settled(&[b"CONFIG".as_slice(), b"SET", name.as_bytes(), value]).await {
             Ok(_) => Ok(true),
             Err(ServerError::Refused { .. }) => {
                 self.contents.settings = saved;
@@ -514,7 +513,7 @@ impl Setting {
             return Ok(());
         };
         if self.is_ours(&present) {
-            once_settled(client, &[b"CONFIG".as_slice(), b"SET", name.as_bytes(), &before.0]).await?;
+            client.command_once_settled(&[b"CONFIG".as_slice(), b"SET", name.as_bytes(), &before.0]).await?;
             tracing::debug!(%name, "a setting of the server is put back");
         } else if present != before.0 {
             tracing::info!(%name, "a setting of the server was changed by another client meanwhile; it is left as it is");
@@ -532,7 +531,7 @@ pub fn is_left_by_a_source(state_dir: Option<&Path>, server: &str) -> bool {
 
 /// The present value of a setting; `None` if the server does not know it.
 pub async fn present(client: &mut Client, name: &str) -> Result<Option<Vec<u8>>, ServerError> {
-    let Frame::Array(pair) = once_settled(client, &["CONFIG", "GET", name]).await? else { return Ok(None) };
+    let Frame::Array(pair) = client.command_once_settled(&["CONFIG", "GET", name]).await? else { return Ok(None) };
     match pair.into_iter().nth(1) {
         Some(Frame::Bulk(value)) => Ok(Some(value)),
         _ => Ok(None),
@@ -567,35 +566,13 @@ fn default_folder() -> PathBuf {
 }
 
 fn unusable(path: &Path, cause: &std::io::Error) -> Failure {
-    if private::is_unsafe(cause) {
+    if files::is_unsafe(cause) {
         return Failure::refused(format!("the state directory is not safe to use: {cause}"));
     }
     Failure::local(format!(
         "the state directory can't be used: {}: {cause}; make room there or name another folder with --state-dir",
         path.display()
     ))
-}
-
-/// How long the server may take to notice that its link is gone.
-pub const SETTLE_LIMIT: Duration = Duration::from_secs(15);
-
-/// How long to wait before it is asked again.
-pub const SETTLE_POLL: Duration = Duration::from_millis(50);
-
-/// Sends a command as soon as the server accepts it: a server that still loads from the link of an earlier agent
-/// refuses most commands until it notices that this link is gone.
-///
-/// # Errors
-/// Those of the command.
-pub async fn once_settled<A: AsRef<[u8]>>(client: &mut Client, command: &[A]) -> Result<Frame, ServerError> {
-    let began = Instant::now();
-    loop {
-        match client.command(command).await {
-            Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
-            done => return done,
-        }
-        tokio::time::sleep(SETTLE_POLL).await;
-    }
 }
 
 #[cfg(test)]

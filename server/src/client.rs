@@ -33,6 +33,12 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time limit for one command. It is generous: a server that executes a slow command answers no other client meanwhile.
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// How long a server may take to notice that the link from which it loads is gone.
+pub const SETTLE_LIMIT: Duration = Duration::from_secs(15);
+
+/// The pause before that server is asked again.
+pub const SETTLE_POLL: Duration = Duration::from_millis(50);
+
 /// How long the last words of a server that has closed the connection may take: they have arrived already.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
@@ -268,6 +274,19 @@ impl Client {
     /// Sends one command and waits for its answer. An error reply becomes [`ServerError::Refused`].
     pub async fn command<A: AsRef<[u8]>>(&mut self, args: &[A]) -> Result<Frame, ServerError> {
         self.command_within(self.timeout, args).await
+    }
+
+    /// Sends one command as soon as the server takes it. A server that still loads from the link of an agent that is
+    /// gone refuses most commands until it notices that; it is asked again for [`SETTLE_LIMIT`].
+    pub async fn command_once_settled<A: AsRef<[u8]>>(&mut self, args: &[A]) -> Result<Frame, ServerError> {
+        let began = time::Instant::now();
+        loop {
+            match self.command(args).await {
+                Err(error) if error.refusal() == Some(RefusalKind::Loading) && began.elapsed() < SETTLE_LIMIT => {}
+                done => return done,
+            }
+            time::sleep(SETTLE_POLL).await;
+        }
     }
 
     /// Sends one command with its own time limit, for commands that take long.

@@ -71,7 +71,6 @@ use crate::patience::{Patience, RETRY_FOR};
 use crate::signals::until_signal;
 use crate::units::Size;
 pub(crate) use remora_process::record;
-pub(crate) use remora_process::record::{SETTLE_LIMIT, SETTLE_POLL, once_settled};
 
 /// Runs a replica agent to its end.
 ///

@@ -24,8 +24,7 @@ use crate::sentinel::guard;
 use crate::server::own_changes::OwnChanges;
 use crate::server::{Client, Facts, Server, ServerError, ServerUrl, Task};
 use crate::tasks::blocking;
-use crate::transports::TransportChoice;
-use crate::transports::not_offered;
+use crate::transports::{TransportChoice, not_offered};
 use crate::units::Size;
 
 /// Pause between two looks meanwhile.

@@ -25,8 +25,7 @@ use crate::exit::{Code, Failure};
 use crate::host_memory;
 use crate::patience::Patience;
 use crate::tasks::AbortOnDrop;
-use crate::transports::LANES_LABEL;
-use crate::transports::{Connectors, TransportChoices, not_offered};
+use crate::transports::{Connectors, LANES_LABEL, TransportChoices, not_offered};
 use crate::units::Size;
 
 /// A session with the source.

@@ -19,8 +19,7 @@ use super::{Incoming, Source};
 use crate::args::{CompressChoice, SendChoice, SourceArgs};
 use crate::conversation::{Connection, Protection, Receiver, Role, Security, Sender, derive};
 use crate::exit::Failure;
-use crate::transports::LANES_LABEL;
-use crate::transports::{RdmaOffer, UploadLimit};
+use crate::transports::{LANES_LABEL, RdmaOffer, UploadLimit};
 use crate::units::Size;
 use crate::{events, transports};
 

@@ -3,12 +3,11 @@
 
 mod screen;
 
-use remora_metrics::view;
-
 use std::collections::HashMap;
 use std::io::IsTerminal;
 use std::time::Duration;
 
+use remora_metrics::view;
 use remora_protocol::{GenerationStatus, Message, ReplicaStatus, Saving, StatusReport};
 use tokio::signal::unix::Signal;
 

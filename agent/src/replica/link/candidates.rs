@@ -30,7 +30,6 @@ use super::{Link, owner};
 use crate::conversation::listener::Rejections;
 use crate::exit::Failure;
 use crate::replica::attend::gate::Served;
-use crate::replica::once_settled;
 use crate::replica::record::{Record, present};
 use crate::server::{Client, Password, RefusalKind, Server, ServerError};
 
@@ -392,7 +391,7 @@ impl LinkLogin {
         client: &mut Client,
         login: &PrimaryLogin,
     ) -> Result<LinkLogin, Failure> {
-        let refused = match once_settled(client, &["CONFIG", "SET", NO_SETTING, "0"]).await {
+        let refused = match client.command_once_settled(&["CONFIG", "SET", NO_SETTING, "0"]).await {
             Err(error) if matches!(error.refusal(), Some(RefusalKind::NoPerm | RefusalKind::Unknown)) => Some(error),
             Ok(_) | Err(ServerError::Refused { .. }) => None,
             Err(error) => return Err(error.into()),

@@ -30,8 +30,7 @@ use crate::conversation::listener::{self, Listener};
 use crate::conversation::{Connection, Endpoint, Options, Protection, Security, Sender, derive};
 use crate::exit::Failure;
 use crate::replica::parts::Meter;
-use crate::transports::LANES_LABEL;
-use crate::transports::RdmaOffer;
+use crate::transports::{LANES_LABEL, RdmaOffer};
 use crate::{events, transports};
 
 /// A copy for other replicas to read.

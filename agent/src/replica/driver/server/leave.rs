@@ -10,9 +10,10 @@ use crate::exit::{Code, Failure};
 use crate::replica::control::{Expected, NotOurs};
 use crate::replica::machine::{Followed, Lapse, Leaving, Left};
 use crate::replica::parts::Meter;
-use crate::replica::{SETTLE_LIMIT, SETTLE_POLL, exact, primary};
+use crate::replica::{exact, primary};
 use crate::sentinel::guard;
 use crate::server::{Facts, ServerError};
+use crate::server::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::{events, progress};
 
 /// How a server came to follow the primary.

@@ -27,6 +27,7 @@ use crate::replica::attend::gate::Gate;
 use crate::replica::attend::guide::Watcher;
 use crate::replica::control::{Control, Expected, NotOurs};
 use crate::replica::delivery::introduction::{Answer, Introduction};
+use crate::replica::exact;
 use crate::replica::link::candidates::{LinkFailure, LinkPort};
 use crate::replica::machine::{
     Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
@@ -35,9 +36,9 @@ use crate::replica::parts::Meter;
 use crate::replica::preflight::{self, FOLLOW, Primary, REWRITE, Target};
 use crate::replica::primary::{self, Trust};
 use crate::replica::record::{Record, Rewrites};
-use crate::replica::{SETTLE_LIMIT, SETTLE_POLL, exact};
 use crate::server::own_changes::Counted;
 use crate::server::{Client, Facts, RefusalKind, Server, ServerError};
+use crate::server::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::tasks::AbortOnDrop;
 
 /// How long a server may take to answer over a new connection.

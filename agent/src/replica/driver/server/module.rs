@@ -9,9 +9,9 @@ use crate::replica::delivery::introduction::{Answer, Introduction};
 use crate::replica::machine::{Followed, Introduced, Lapse, NotFollowed};
 #[cfg(any(test, feature = "simulation"))]
 use crate::replica::preflight::FOLLOW;
-use crate::replica::{SETTLE_LIMIT, SETTLE_POLL};
 use crate::server::module::{field, speaks_our_protocol};
 use crate::server::{RefusalKind, ServerError};
+use crate::server::{SETTLE_LIMIT, SETTLE_POLL};
 
 /// Whether the module can be used.
 enum Usable {
