@@ -131,7 +131,7 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
     let _ignored = stays(&command).then(signals::hangups).transpose()?;
     match command {
         // Source and replica have something to clean up when they are stopped, so they catch signals themselves.
-        Command::Source(args) => crate::source::run(args).await,
+        Command::Source(args) => crate::source::run(args.options(crate::backup::checked_snapshot)?).await,
         Command::Replica(args) if control::is_guard() => control::run_guard(args).await,
         Command::Replica(args) => {
             control::this_is_the_command();

@@ -50,7 +50,6 @@ pub mod replica;
 #[cfg(any(test, feature = "simulation"))]
 pub mod simulation;
 pub mod snapshot;
-pub mod source;
 pub mod status;
 pub mod switch;
 pub mod tools;
@@ -69,3 +68,4 @@ use remora_process::{checked_json, events, free_space, host_memory, host_threads
 pub use remora_process::{exit, progress};
 pub use remora_server as server;
 use remora_server::sentinel;
+pub use remora_source as source;

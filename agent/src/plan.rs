@@ -1,7 +1,7 @@
 //! `remora plan`: what replicas of a primary need and cost, before an agent is started. It changes nothing, but some
 //! keys count as used (LRU, LFU).
 //!
-//! The figures are those of the agents: [`tables`](crate::source::tables) divides the source's memory, `Sinks` a
+//! The figures are those of the agents: [`Shares`](crate::source::Shares) divides the source's memory, `Sinks` a
 //! replica's, `estimate` has the times, and the primary's own facts say whether a hand-off can be pinned.
 
 use std::time::{Duration, Instant};
@@ -9,14 +9,15 @@ use std::time::{Duration, Instant};
 use remora_redis::resp::Frame;
 use serde::Serialize;
 
-use crate::args::{CompressChoice, PlanArgs, PlannedSecurity, default_slot_size};
+use crate::args::{PlanArgs, PlannedSecurity};
 use crate::estimate::{BACKLOG_SECONDS, Course, Times};
 use crate::exit::Failure;
 use crate::growth::Growth;
 use crate::progress;
 use crate::replica::source::{DEFAULT_MEMORY, Sinks};
 use crate::server::{Client, Facts, PinSizes, ServerError, Task};
-use crate::source::tables::{Shares, Wanted, expected, least_memory};
+use crate::source::{Compress, Shares, Wanted, default_slot_size, expected, least_memory};
+
 use crate::units::{Size, readable, rounded};
 
 /// Asks the primary, and prints the plan on stdout.
@@ -217,7 +218,7 @@ impl Plan {
             journal: args.journal_memory.map(Size::get),
             slot: default_slot_size(Size::bytes(memory)).get(),
             is_sealed,
-            compress: CompressChoice::Auto,
+            compress: Compress::Auto,
         };
         let given = Shares::of(&wanted(args.memory.get()))?;
         let windowed = !given.hold(facts);

@@ -47,10 +47,7 @@ pub use self::replica::{
 };
 pub use self::sentinel::SentinelArgs;
 pub use self::server::{ServerArgs, TlsArgs};
-pub(crate) use self::source::default_slot_size;
-pub use self::source::{
-    CapturedArgs, CompressChoice, FastKeys, FromChoice, ModuleCapture, SendChoice, SourceArgs, TuneArgs, WalkArgs,
-};
+pub use self::source::{CapturedArgs, FastKeys, SourceArgs, TuneArgs, WalkArgs};
 pub use self::tools::{
     ConfigAction, ConfigArgs, GenerateArgs, Generated, LoadArgs, ModuleArgs, ModuleQuestion, TokenAction,
     TokenCommandArgs, ValueType,

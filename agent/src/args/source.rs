@@ -5,14 +5,21 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use remora_fabric::tcp::SendMode;
 
 use super::server::{TlsArgs, UrlParser};
-use super::{HostPort, MetricsArgs, MonitorNameArgs, RdmaOfferArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs};
+use super::{
+    HostPort, MetricsArgs, MonitorNameArgs, RdmaOfferArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, Words, one_of,
+};
 use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::conversation::{Identity, Mode, Role, Security};
 use crate::exit::{self, Code, Failure};
 use crate::server::{Credentials, Server, ServerUrl, SetupError, Task};
+use crate::source::{
+    Beside, Compress, LEAST_AGE, LEAST_MEMORY, LaneOptions, MAX_REPLICAS, ModuleCapture, ModuleOptions, OpenFile,
+    Options, SLOT_SIZES, SourceFile, TableOptions, Target, TuningOptions,
+};
 use crate::transports::UploadLimit;
 use crate::units::{Size, parse_duration};
 
@@ -51,7 +58,7 @@ pub struct SourceArgs {
 
     /// Maximum number of replica agents joined at the same time; the source makes further ones wait. Each needs four
     /// descriptors of the source.
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=MOST_REPLICAS), help_heading = "Serving")]
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_REPLICAS)), help_heading = "Serving")]
     pub max_replicas: u32,
 
     /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves
@@ -101,7 +108,7 @@ pub struct SourceArgs {
     /// less, by the average size of its values. `sweep`: experimental, without a fork: the server's own process writes
     /// everything, a millisecond at a time; what stands in its way ends it, and then it is as with `auto`. `off`: not
     /// at all. If the module cannot take part, the snapshot is taken as without a module.
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Snapshot")]
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = one_of(CAPTURES), help_heading = "Snapshot")]
     pub module_capture: ModuleCapture,
 
     #[command(flatten)]
@@ -121,8 +128,8 @@ pub struct SourceArgs {
 
     /// How TCP lanes send: `file` (sendfile: about a third of the CPU; a slow receiver may be sent bytes that have been
     /// overwritten meanwhile, which it notices by their checksum) or `copy` (sendmsg).
-    #[arg(long, value_name = "HOW", default_value = "file", help_heading = "Transports")]
-    pub tcp_send: SendChoice,
+    #[arg(long, value_name = "HOW", default_value = "file", value_parser = one_of(SENDS), help_heading = "Transports")]
+    pub tcp_send: SendMode,
 
     /// Congestion control of the TCP lanes, as in /proc/sys/net/ipv4/tcp_allowed_congestion_control. Default: the
     /// system's.
@@ -133,8 +140,8 @@ pub struct SourceArgs {
     /// that this makes smaller by a tenth. `auto`: by the method with which compressor and link together are fastest,
     /// if the link is slow enough, a processor idle, and the data are encrypted anyway. `lz4`, `zstd`: always by this
     /// one; the snapshot is then held twice, plain for this host, and compressed. `off`: not at all.
-    #[arg(long, value_name = "HOW", default_value = "auto", help_heading = "Transports")]
-    pub compress: CompressChoice,
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = one_of(METHODS), help_heading = "Transports")]
+    pub compress: Compress,
 
     /// How fast the source sends over TCP, to all replicas together. `auto`: as a background transfer, so that the
     /// primary's clients on other hosts hardly wait behind the snapshot: at nearly full speed while nothing else fills
@@ -164,8 +171,8 @@ pub struct CapturedArgs {
     /// With --sentinel: beside which server of the group to take the snapshot. `replica`: the one with the least lag
     /// that is in step with the primary; another one when it is promoted or gone. `primary`: the primary, also after a
     /// fail-over.
-    #[arg(long, value_name = "WHICH", default_value = "replica", requires = "sentinels", help_heading = "Sentinel")]
-    pub from: FromChoice,
+    #[arg(long, value_name = "WHICH", default_value = "replica", value_parser = one_of(SERVERS), requires = "sentinels", help_heading = "Sentinel")]
+    pub from: Beside,
 
     /// With --sentinel: the servers that Sentinel names are reached by TLS.
     #[arg(long, requires = "sentinels", help_heading = "Sentinel")]
@@ -191,24 +198,35 @@ pub struct CapturedArgs {
 }
 
 impl CapturedArgs {
-    /// Prepares connections to the server at this address. It sends nothing.
+    /// The server, or how it is found. Nothing is sent.
     ///
     /// # Errors
-    /// A file cannot be used.
-    pub(crate) fn open(&self, url: &ServerUrl) -> Result<Server, SetupError> {
+    /// A file cannot be used, or the options contradict each other.
+    fn target(&self, sentinel: &SentinelArgs) -> Result<Target, Failure> {
+        if let Some(sentinels) = sentinel.open()? {
+            let (args, scheme) = (self.clone(), if self.servers_tls { "rediss" } else { "redis" });
+            let open = move |address: &HostPort| {
+                let url: ServerUrl = format!("{scheme}://{address}").parse().map_err(|error| {
+                    Failure::refused(format!("Sentinel's address of the primary {address} is not one: {error}"))
+                })?;
+                Ok(args.open(&url)?)
+            };
+            return Ok(Target::Group { sentinels, beside: self.from, open: Box::new(open) });
+        }
+        let url = self.server.as_ref().ok_or_else(|| Failure::refused("no --server is given"))?;
+        Ok(Target::Server(self.open(url)?))
+    }
+
+    /// Prepares connections to the server at this address. It sends nothing.
+    fn open(&self, url: &ServerUrl) -> Result<Server, SetupError> {
         let credentials = Credentials::gather(self.user.as_deref(), self.password_file.as_deref())?;
         Server::new(url.clone(), credentials, &self.tls.options(), Task::Source)
     }
 }
 
-/// Beside which server of a group a source takes its snapshot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum FromChoice {
-    /// The replica with the least lag.
-    Replica,
-    /// The primary.
-    Primary,
-}
+/// The values of `--from`.
+const SERVERS: Words<Beside, 2> =
+    [("replica", "The replica with the least lag", Beside::Replica), ("primary", "The primary", Beside::Primary)];
 
 /// What the source may change at its server for the moment of the fork.
 #[derive(Clone, Debug, Args)]
@@ -319,46 +337,36 @@ impl TokenArgs {
     }
 }
 
-/// What the module does for a snapshot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ModuleCapture {
-    /// Whichever costs the server less.
-    Auto,
-    /// The fork child writes the long strings into the source's memory, the server the rest.
-    Walk,
-    /// The server writes the snapshot, without compressing.
-    Server,
-    /// The server's own process writes the snapshot without a fork, if nothing stands in the way. Experimental.
-    Sweep,
-    /// Nothing.
-    Off,
-}
+/// The values of `--module-capture`.
+const CAPTURES: Words<ModuleCapture, 5> = [
+    ("auto", "Whichever costs the server less", ModuleCapture::Auto),
+    (
+        "walk",
+        "The fork child writes the long strings into the source's memory, the server the rest",
+        ModuleCapture::Walk,
+    ),
+    ("server", "The server writes the snapshot, without compressing", ModuleCapture::Server),
+    (
+        "sweep",
+        "The server's own process writes the snapshot without a fork, if nothing stands in the way. Experimental",
+        ModuleCapture::Sweep,
+    ),
+    ("off", "Nothing", ModuleCapture::Off),
+];
 
-/// How slots are compressed for other hosts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum CompressChoice {
-    /// Whichever is fastest.
-    Auto,
-    /// Not at all.
-    Off,
-    /// By LZ4.
-    Lz4,
-    /// By Zstandard.
-    Zstd,
-}
+/// The values of `--compress`.
+pub(super) const METHODS: Words<Compress, 4> = [
+    ("auto", "Whichever is fastest", Compress::Auto),
+    ("off", "Not at all", Compress::Off),
+    ("lz4", "By LZ4", Compress::Lz4),
+    ("zstd", "By Zstandard", Compress::Zstd),
+];
 
-/// How a TCP lane sends.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum SendChoice {
-    /// `sendmsg`: the kernel copies immediately.
-    Copy,
-    /// `sendfile`: the kernel sends the pages themselves.
-    File,
-}
-
-/// The least age at which a snapshot is too old. Some time passes until a replica that has asked for one is told of it,
-/// and with less it would ask for another one each time.
-const LEAST_AGE: Duration = Duration::from_secs(1);
+/// The values of `--tcp-send`.
+const SENDS: Words<SendMode, 2> = [
+    ("copy", "`sendmsg`: the kernel copies immediately", SendMode::Copy),
+    ("file", "`sendfile`: the kernel sends the pages themselves", SendMode::File),
+];
 
 fn parse_age(text: &str) -> Result<Duration, String> {
     match parse_duration(text).map_err(|error| error.to_string())? {
@@ -374,38 +382,51 @@ fn parse_library(text: &str) -> Result<PathBuf, std::convert::Infallible> {
     Ok(PathBuf::from(text))
 }
 
-/// The least memory: four slots of the smallest window and a journal of the same size. With less the source would wait
-/// more than copy.
-const LEAST_MEMORY: Size = Size::mebibytes(16);
-
 impl SourceArgs {
-    /// Whether the snapshot is taken without a replica: the backlog may not reach back to a file's offset later.
-    pub fn is_eager(&self) -> bool {
-        self.eager || self.from_file.is_some()
-    }
-
-    /// The size of a slot: the requested one, or one that suits this much memory.
-    pub fn slot_size(&self) -> Size {
-        self.slot_size.unwrap_or_else(|| default_slot_size(self.memory))
+    /// What the options say, without their clap attributes. `open_file` reads the file that has the snapshot.
+    ///
+    /// # Errors
+    /// They contradict each other, or a file cannot be used.
+    pub(crate) fn options(&self, open_file: OpenFile) -> Result<Options, Failure> {
+        let tokens = self.tokens.read(self.tokens.open_security()?)?;
+        Ok(Options {
+            target: self.captured.target(&self.sentinel)?,
+            wait_for_server: self.captured.wait_for_server,
+            listen: self.listen,
+            metrics: self.metrics.metrics,
+            tokens,
+            announce: self.announce.clone(),
+            max_replicas: self.max_replicas,
+            tables: TableOptions {
+                memory: self.memory,
+                journal: self.journal_memory,
+                slot_size: self.slot_size,
+                compress: self.compress,
+            },
+            eager: self.eager,
+            file: self.from_file.clone().map(|path| SourceFile { path, open: open_file }),
+            max_age: self.max_age,
+            tuning: TuningOptions { is_wanted: self.tune.tune_server, state_dir: self.tune.state_dir.clone() },
+            fork_interval: self.limits.fork_interval,
+            repeat_messages: self.limits.repeat_messages,
+            stall_limit: self.limits.stall_timeout,
+            module: ModuleOptions {
+                capture: self.module_capture,
+                walk_from: self.walk.module_walk_from,
+                fast_keys: self.walk.fast_keys == FastKeys::Auto,
+                load: self.load_module.clone(),
+                socket_folder: self.module_socket_folder.clone(),
+            },
+            lanes: LaneOptions {
+                send: self.tcp_send,
+                congestion: self.tcp_congestion.clone(),
+                upload_limit: self.upload_limit,
+            },
+            shared_memory: !self.no_shm,
+            rdma: self.rdma.options(),
+        })
     }
 }
-
-/// The size of a slot for this much memory.
-pub(crate) fn default_slot_size(memory: Size) -> Size {
-    let few_enough = memory.get().div_ceil(MOST_DEFAULT_SLOTS).next_power_of_two();
-    Size::bytes(few_enough.clamp(DEFAULT_SLOT, LARGEST_SLOT))
-}
-
-/// The default size of a slot. A slot is lent when it is complete, so each replica of a chain is one slot's time behind
-/// its upstream: 9 ms at 1 Gb/s. It is also the most that is read at once; smaller slots need more reads for the same
-/// bytes.
-const DEFAULT_SLOT: u64 = 1 << 20;
-
-/// The most slots that a table has by default: a directory of 16 MiB.
-const MOST_DEFAULT_SLOTS: u64 = 1 << 18;
-
-/// The most replicas of one source: a status report lists no more.
-const MOST_REPLICAS: i64 = remora_protocol::MAX_REPLICAS as i64;
 
 fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
@@ -417,14 +438,9 @@ fn parse_memory(text: &str) -> Result<Size, String> {
 
 fn parse_slot_size(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
-    let fits = (LEAST_SLOT..=LARGEST_SLOT).contains(&size.get()) && size.get().is_power_of_two();
+    let fits = SLOT_SIZES.contains(&size.get()) && size.get().is_power_of_two();
     if fits { Ok(size) } else { Err("the size must be a power of two from 64KiB to 64MiB".into()) }
 }
-
-/// The smallest slot: with smaller ones, reading the directory costs too much.
-const LEAST_SLOT: u64 = 64 << 10;
-/// The largest slot: with larger ones, too much is read again after a connection is lost.
-const LARGEST_SLOT: u64 = 64 << 20;
 
 const ABOUT: &str = "\
 Takes one snapshot of a server and serves it, with the writes that follow, to any number of replica agents.
@@ -491,7 +507,12 @@ pub enum FastKeys {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::os::unix::fs::PermissionsExt;
+
+    use clap::Parser;
+
     use super::*;
+    use crate::args::{Cli, Command};
 
     #[test]
     fn too_little_memory_is_refused_with_the_least() {
@@ -500,13 +521,28 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_small_unless_there_would_be_too_many() {
-        let size_for = |memory| default_slot_size(Size::bytes(memory)).get();
-        assert_eq!(size_for(16 << 20), 1 << 20);
-        assert_eq!(size_for(256 << 30), 1 << 20);
-        assert_eq!(size_for(300 << 30), 2 << 20);
-        assert_eq!(size_for(4 << 40), 16 << 20);
-        assert_eq!(size_for(u64::MAX / 2), 64 << 20);
+    fn without_options_a_source_is_asked_for_the_defaults_of_its_crate() {
+        let folder = tempfile::tempdir().unwrap();
+        let token = folder.path().join("token");
+        std::fs::write(&token, "sixteen bytes or more").unwrap();
+        std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let line = ["remora", "source", "--server", "redis://127.0.0.1:1", "--token-file", token.to_str().unwrap()];
+        let Command::Source(args) = Cli::try_parse_from(line).unwrap().command else { panic!("another command") };
+        let typed = args.options(|_| Err(Failure::refused("no file"))).unwrap();
+        let own = Options::new(args.captured.target(&args.sentinel).unwrap(), typed.tokens.clone());
+        let times = |options: &Options| {
+            let waits = (options.wait_for_server, options.max_age, options.stall_limit);
+            (waits, options.fork_interval, options.repeat_messages)
+        };
+        let parts = |options: &Options| {
+            let (tables, lanes, module) = (&options.tables, &options.lanes, &options.module);
+            format!("{tables:?} {lanes:?} {module:?} {:?} {:?}", options.tuning, options.rdma)
+        };
+        let others = |options: &Options| {
+            let given = (options.listen, options.metrics, options.announce.clone(), options.file.is_some());
+            (given, options.max_replicas, options.eager, options.shared_memory)
+        };
+        assert_eq!((times(&typed), parts(&typed), others(&typed)), (times(&own), parts(&own), others(&own)));
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::replica::attend::attendance::{Action, Asks, Attendance, End, Event, L
 use crate::replica::attend::guide::{ASTRAY_LIMIT, Group};
 use crate::replica::attend::sources::{Fit, Needs};
 use crate::server::{Backlog, Facts, Link, ServerUrl};
-use crate::source::answers::plan_of;
+use crate::source::parts::plan_of;
 
 /// The faults end then, and the run a while later. In milliseconds of the model, as all times here.
 const FAULTS_UNTIL: u64 = 120_000;

@@ -20,8 +20,8 @@ use remora_table::{Geometry, Identity, Kind, Origin, SnapshotWriter};
 
 use super::oracle::mixed;
 use super::wire::Message;
-use crate::source::capture::pieces::Pieces;
-use crate::source::capture::{Intake, Received, Socket};
+use crate::source::parts::Pieces;
+use crate::source::parts::{Intake, Received, Socket};
 
 /// Bytes that stand for one slot of the model: few, so that a whole snapshot and a part of the stream fit into one read
 /// of a handshake.

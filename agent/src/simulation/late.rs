@@ -10,8 +10,8 @@ use remora_redis::ReplId;
 
 use super::oracle::LATE;
 use super::wire::ServerId;
-use crate::source::capture::Written;
-use crate::source::gauge::Arrivals;
+use crate::source::parts::Arrivals;
+use crate::source::parts::Written;
 
 /// From the fork to the moment at which the source has its answer. What is written in between is taken to be written at
 /// the end of that time.

@@ -20,11 +20,11 @@ use crate::backoff::Backoff;
 use crate::server::Facts;
 use crate::server::Position;
 use crate::server::pins::rules::Travellers;
-use crate::source::answers::{known_history, plan_of};
-use crate::source::capture::psync_link::is_same_history;
-use crate::source::capture::{CaptureError, CaptureEvent};
-use crate::source::gauge::Reading;
 use crate::source::machine::{Action, Event as Input, Format, Machine, Report, Resume, Rules, Session};
+use crate::source::parts::Reading;
+use crate::source::parts::is_same_history;
+use crate::source::parts::{CaptureError, CaptureEvent};
+use crate::source::parts::{known_history, plan_of};
 
 /// How often the machine is given the time: half as often as in the product, for twice the schedules.
 const TICK: Duration = Duration::from_millis(100);

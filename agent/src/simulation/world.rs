@@ -20,7 +20,7 @@ use super::server::{Changed, Server, Session, Step, Traits};
 use super::wire::{Address, Conn, Effect, End, Host, Keeper, Message, ServerId, Timer};
 use crate::server::Facts;
 use crate::server::simulated::ServerEnd;
-use crate::source::capture::CaptureEvent;
+use crate::source::parts::CaptureEvent;
 
 /// Lines of the log that a finding shows.
 const LOG_LINES: usize = 300;

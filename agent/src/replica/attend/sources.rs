@@ -161,7 +161,7 @@ mod tests {
 
     use super::*;
     use crate::server::Backlog;
-    use crate::source::answers::plan_of;
+    use crate::source::parts::plan_of;
 
     fn server(run_id: &str, offset: u64) -> Facts {
         Facts {

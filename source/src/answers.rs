@@ -1,0 +1,276 @@
+//! What the source says about the primary: its address, its snapshot formats, whether it continues a replica's history,
+//! and what a replica that joins now would get.
+
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use remora_fabric::TransportKind;
+use remora_protocol::{Announce, Former, Offer, Relays, TableOffer, Terms};
+use remora_redis::ReplId;
+use tokio::sync::Mutex;
+
+use super::Source;
+use super::machine::Format;
+use super::tables::expected;
+use remora_server::own_changes::why_not_as_its_primary;
+use remora_server::permission::{Permission, TO_REPLICATE};
+use remora_server::{CONVERTED, Client, Facts, Place, Server, ServerError, ServerUrl};
+
+/// An offer without tables, for a dry run.
+pub fn plan_of(facts: &Facts, primary: Announce, write_rate: u64, process: u64) -> Offer {
+    let nothing = || TableOffer {
+        generation: 0,
+        first_offset: 0,
+        slot_size: 0,
+        slots: 0,
+        retained: false,
+        keys: Vec::new(),
+        seal: Vec::new(),
+        compressed: false,
+    };
+    Offer {
+        generation: 0,
+        replid: facts.replid,
+        former: facts.former.map(|(replid, end)| Former { replid, end }),
+        offset: facts.offset.unwrap_or(0),
+        snapshot: nothing(),
+        journal: nothing(),
+        primary,
+        server: facts.name(),
+        run_id: facts.run_id.clone().unwrap_or_default(),
+        process,
+        backlog_bytes: facts.backlog.map_or(0, |backlog| backlog.size),
+        write_rate,
+        upstream: None,
+        warning: String::new(),
+        obstacle: String::new(),
+        terms: None,
+    }
+}
+
+/// Why no snapshot of the server can be taken now, as the end of a sentence that begins with the server. A replica
+/// without its primary refuses `PSYNC`.
+pub(crate) fn obstacle(facts: &Facts) -> Option<String> {
+    if facts.loading == Some(true) {
+        return Some("is loading its data set".to_owned());
+    }
+    let link = facts.link.as_ref()?;
+    let primary = format!("{}:{}", link.host, link.port);
+    match (link.syncing, link.up) {
+        (Some(true), _) => Some(format!("is taking a full copy of its primary {primary}")),
+        (_, Some(false)) => Some(format!("has no link to its primary {primary}")),
+        _ => None,
+    }
+}
+
+/// The address at which a replica's server reaches the primary: `told`, or else the server's own address. The host is
+/// empty if that address is valid on this host only.
+pub(crate) fn announce(told: Option<&remora_server::HostPort>, url: &ServerUrl, facts: &Facts) -> Announce {
+    let source_sees_as = url.to_string();
+    if let Some(told) = told {
+        let tls = url.is_tls();
+        return Announce { host: told.host.clone(), port: told.port, tls, source_sees_as };
+    }
+    match url.place() {
+        Place::Tcp { host, port, tls } => {
+            let host = if url.is_local_only() { String::new() } else { host.clone() };
+            Announce { host, port: *port, tls: *tls, source_sees_as }
+        }
+        Place::Unix(_) => {
+            let port = facts.tcp_port.or(facts.tls_port).unwrap_or(0);
+            let tls = facts.tcp_port.is_none();
+            Announce { host: String::new(), port, tls, source_sees_as }
+        }
+    }
+}
+
+/// The primary's format that a server with this name and version (`Valkey 9.1.2`) reads.
+pub(crate) fn format_for(facts: &Facts, server: &str) -> Format {
+    if server.ends_with(CONVERTED) {
+        return Format::Own;
+    }
+    let major = server.strip_prefix("Valkey ").and_then(|version| version.split('.').next()?.parse::<u32>().ok());
+    match facts.own_format() {
+        Some(own) if major.is_none_or(|major| major < own.major) => Format::Shared,
+        _ => Format::Own,
+    }
+}
+
+/// Replaces an unspecified host (0.0.0.0 or ::), at which a replica lends its slots, by the host from which it
+/// connected.
+pub(crate) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
+    let serves_at = match relays.serves_at.parse::<std::net::SocketAddr>() {
+        Ok(address) if address.ip().is_unspecified() => {
+            std::net::SocketAddr::new(seen.ip(), address.port()).to_string()
+        }
+        Ok(address) => address.to_string(),
+        // Not a valid address: other replicas cannot reach it.
+        Err(_) => String::new(),
+    };
+    Relays { serves_at, ..relays }
+}
+
+/// The history that a replica has executed, as far as this source has given it any.
+pub fn known_history(history: Option<ReplId>) -> Result<ReplId, String> {
+    history.ok_or_else(|| "this source has given the replica no snapshot and no stream".to_owned())
+}
+
+/// Reads the server's facts over a connection that is opened when first needed and again after a failure.
+pub(crate) async fn ask(client: &Mutex<Option<Client>>, server: &Server) -> Result<Facts, remora_server::ServerError> {
+    let mut client = client.lock().await;
+    if let Some(open) = client.as_mut() {
+        if let Ok(facts) = Facts::read(open).await {
+            return Ok(facts);
+        }
+        *client = None;
+    }
+    let mut fresh = server.connect().await?;
+    let facts = Facts::read(&mut fresh).await?;
+    *client = Some(fresh);
+    Ok(facts)
+}
+
+// Terms: what a replica that joins now would get, and whether the server would send this source a snapshot at all.
+//
+// A source's user may lack `+psync`, and a replica that the source captures may have begun to evict. Both are found
+// before a replica asks, when the source starts and with the facts for each plan, so that a dry run hears of them.
+
+/// How long the server is believed to permit what it has permitted: the question can leave a line in its log.
+const BELIEVED_FOR: Duration = Duration::from_secs(60);
+
+/// What the server has permitted.
+#[derive(Debug, Default)]
+pub(super) struct Rights(std::sync::Mutex<Option<Instant>>);
+
+impl Rights {
+    /// Why the server sends this source no snapshot until an administrator changes something there; `None` if nothing
+    /// is known to speak against it.
+    ///
+    /// # Errors
+    /// The connection failed.
+    pub(super) async fn why_refused(&self, client: &mut Client, facts: &Facts) -> Result<Option<String>, ServerError> {
+        if !self.are_believed() {
+            for needed in TO_REPLICATE {
+                if let Permission::Refused(error) = needed.ask(client, facts).await? {
+                    return Ok(Some(error.to_string()));
+                }
+            }
+            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        }
+        why_not_as_its_primary(client).await
+    }
+
+    fn are_believed(&self) -> bool {
+        let asked = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.is_some_and(|asked| asked.elapsed() < BELIEVED_FOR)
+    }
+}
+
+/// What a replica that joins now gets. `refusal`: why there will be no further snapshot.
+pub(super) fn terms(source: &Source, refusal: Option<&str>) -> Terms {
+    let windowed = source.tables.is_windowed_for(&source.facts);
+    let held = !needs_fork(source);
+    let (geometry, tuning) = (source.tables.snapshot.1, &source.methods.tuning);
+    let snapshot_bytes = match held && !source.gauge.is_capturing() {
+        true => source.gauge.received(),
+        false => expected(&source.facts, geometry),
+    };
+    Terms {
+        snapshot_bytes,
+        ring_bytes: source.tables.ring(),
+        windowed,
+        held,
+        sealed: source.tables.is_sealed(),
+        fork_delay_seconds: if source.methods.takes_from_the_server() { tuning.fork_delay() } else { 0 },
+        tunes_server: tuning.is_wanted(),
+        is_refused: refusal.is_some(),
+        offers_shm: source.exports.offer(TransportKind::Shm),
+        offers_verbs: source.exports.offer(TransportKind::Verbs),
+    }
+}
+
+/// Whether a replica that joins now makes the server fork: there is no snapshot, or its slots are reused.
+pub(super) fn needs_fork(source: &Source) -> bool {
+    source.machine.status().snapshot.is_none() || source.tables.is_windowed_for(&source.facts)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use remora_server::{Backlog, Link};
+
+    fn replid(digit: &str) -> ReplId {
+        digit.repeat(40).parse().unwrap()
+    }
+
+    /// A primary with the history `a`, which was `b` up to offset 100, and a backlog from 50 to 149.
+    fn primary() -> Facts {
+        let backlog = Backlog { active: true, size: 1 << 20, first: 50, held: 100 };
+        let former = Some((replid("b"), 101));
+        Facts { replid: Some(replid("a")), former, backlog: Some(backlog), ..Facts::default() }
+    }
+
+    fn answer(facts: &Facts, history: Option<ReplId>, offset: u64) -> (bool, String) {
+        let answer = known_history(history).and_then(|history| facts.covers(history, offset, 0));
+        (answer.is_ok(), answer.err().unwrap_or_default())
+    }
+
+    #[test]
+    fn a_server_without_its_primary_says_so() {
+        let replica = |up, syncing| {
+            let link = Link { host: "10.0.0.1".into(), port: 6379, up, syncing };
+            obstacle(&Facts { link: Some(link), ..Facts::default() })
+        };
+        assert_eq!(replica(Some(true), Some(false)), None);
+        assert_eq!(replica(None, None), None, "what a server does not report is no obstacle");
+        assert!(
+            replica(Some(false), Some(false)).is_some_and(|text| text.contains("no link to its primary 10.0.0.1:6379"))
+        );
+        assert!(replica(Some(false), Some(true)).is_some_and(|text| text.contains("a full copy")));
+        assert_eq!(obstacle(&primary()), None);
+        assert!(obstacle(&Facts { loading: Some(true), ..primary() }).is_some_and(|text| text.contains("loading")));
+    }
+
+    #[test]
+    fn a_hand_off_is_covered_only_in_a_history_that_the_primary_continues() {
+        let covered = |digit, offset| answer(&primary(), Some(replid(digit)), offset).0;
+        assert!(covered("a", 149) && covered("b", 100) && covered("b", 60));
+        assert!(!covered("a", 20), "the backlog does not reach back");
+        assert!(!covered("b", 101), "beyond the end of the former history");
+        assert!(!covered("c", 100));
+    }
+
+    #[test]
+    fn no_offset_of_a_replica_and_no_figure_of_the_server_overflows() {
+        assert!(!answer(&primary(), Some(replid("a")), u64::MAX).0);
+        assert!(!answer(&primary(), Some(replid("b")), u64::MAX).0);
+        let backlog = Backlog { active: true, size: u64::MAX, first: u64::MAX, held: u64::MAX };
+        let facts = Facts { backlog: Some(backlog), ..primary() };
+        assert!(!answer(&facts, Some(replid("a")), 7).0);
+        assert!(primary().covers(replid("a"), 120, u64::MAX).is_err());
+    }
+
+    #[test]
+    fn a_hand_off_at_an_offset_that_no_server_reaches_is_not_covered() {
+        for history in ["a", "b"] {
+            for offset in [u64::MAX, u64::MAX - 1, i64::MAX as u64] {
+                let (covered, text) = answer(&primary(), Some(replid(history)), offset);
+                assert!(!covered && text.contains(&offset.to_string()), "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_hand_off_that_is_not_covered_for_its_history_says_so() {
+        let (_, text) = answer(&primary(), Some(replid("b")), 120);
+        assert!(text.contains(&replid("a").to_string()) && text.contains("offset 120 of the former one"), "{text}");
+        let (_, text) = answer(&primary(), Some(replid("c")), 120);
+        assert!(text.contains("the replica has another one") && text.contains(&replid("c").to_string()), "{text}");
+        let (covered, text) = answer(&primary(), None, 120);
+        assert!(!covered && text.contains("no snapshot"), "{text}");
+        let (covered, text) = answer(&Facts { replid: None, former: None, ..primary() }, Some(replid("a")), 120);
+        assert!(!covered && text.contains("does not name"), "{text}");
+    }
+}

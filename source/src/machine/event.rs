@@ -1,0 +1,378 @@
+//! The machine's input and output: rules and events go in, actions come out.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use remora_fabric::TransportKind;
+use remora_protocol as protocol;
+use remora_protocol::{Phase, Progress, RefusalCode, WaitCause};
+use remora_redis::ReplId;
+use remora_table::Origin;
+
+use super::pauses::{Failures, Forks, Pace};
+use crate::capture::CaptureEvent;
+use remora_base::mutation::Mutation;
+use remora_process::progress::tracker::Tracker;
+
+/// A replica's session, as numbered by the messenger.
+pub type Session = u64;
+
+/// Limits that the machine is given once, at its creation.
+#[derive(Clone, Debug)]
+pub struct Rules {
+    /// The highest age of a snapshot that is still offered to another replica.
+    pub max_age: Duration,
+    /// The highest number of joined replicas.
+    pub max_replicas: usize,
+    /// How long a replica may hold up the writer of a windowed snapshot.
+    pub stall_limit: Duration,
+    /// The shortest mean time between two forks of the primary, after the first few; zero: no limit.
+    pub fork_interval: Duration,
+    /// How long ago a message to subscribers may have been published that a replica gets, before it joined.
+    pub repeat_messages: Duration,
+    /// Size of a slot.
+    pub slot_bytes: u64,
+}
+
+/// What happened.
+#[derive(Debug)]
+#[allow(missing_docs)] // A field's name says what it is, or the variant does.
+pub enum Event {
+    /// An authenticated replica asks for a snapshot.
+    Joined { session: Session, name: String, address: String, resume: Option<Resume>, reads: Format },
+    /// A replica reports its progress.
+    Progress { session: Session, at: Report },
+    /// A replica has left, timed out or lost its connection. `done`: it was handed over.
+    Gone { session: Session, done: bool },
+    /// An event of a capture.
+    Capture(CaptureEvent),
+    /// Time has passed.
+    Tick,
+}
+
+/// The format of a snapshot, and the newest format that a replica's server reads.
+///
+/// Valkey has a format of its own from version 9 on. Only this format has the expiry times of hash fields: if the data
+/// set has any, Valkey breaks off a snapshot in the format that it shares with Redis. A server that reads its own
+/// format reads the shared one too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// The newest format that the primary knows.
+    Own,
+    /// A format that older servers and those of the other family know.
+    Shared,
+}
+
+/// The slots or the data set that a replica holds from an earlier session.
+#[derive(Clone, Copy, Debug)]
+pub struct Resume {
+    /// The generation of that session.
+    pub generation: u64,
+    /// Slots that the replica holds from the first one without a gap.
+    pub held_slots: u64,
+    /// Set if the replica's server has loaded the whole snapshot: it needs only the stream of this history, from this
+    /// byte on.
+    pub loaded: Option<(ReplId, u64)>,
+}
+
+impl Resume {
+    /// What a replica has asked for.
+    pub fn of(asked: &protocol::Resume) -> Resume {
+        Resume {
+            generation: asked.generation,
+            held_slots: asked.held_slots,
+            loaded: asked.loaded.then_some((asked.replid, asked.next_byte)),
+        }
+    }
+}
+
+/// The progress that a replica reports.
+#[derive(Clone, Copy, Debug)]
+pub struct Report {
+    /// Where it is on its way.
+    pub phase: Phase,
+    /// The number of the transport that it reads by.
+    pub transport: Option<u8>,
+    /// It needs no slot below this one.
+    pub slots_below: u64,
+    /// Slots that it holds.
+    pub slots_held: u64,
+    /// Bytes that it has read.
+    pub bytes: u64,
+    /// The offset up to which its server has applied the stream.
+    pub applied_offset: u64,
+}
+
+impl Report {
+    pub(super) const NOTHING: Report =
+        Report { phase: Phase::Waiting, transport: None, slots_below: 0, slots_held: 0, bytes: 0, applied_offset: 0 };
+
+    /// What a replica has said.
+    pub fn of(progress: &Progress) -> Report {
+        Report {
+            phase: progress.phase,
+            transport: progress.transport,
+            slots_below: progress.slots_below,
+            slots_held: progress.slots_held,
+            bytes: progress.bytes,
+            applied_offset: progress.applied_offset,
+        }
+    }
+}
+
+/// What the source's loop has to do.
+#[derive(Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // A field's name says what it is, or the variant does.
+pub enum Action {
+    /// Take a snapshot. `with_stream`: follow the stream too, as no capture follows it yet. `fresh`: into new memory,
+    /// as a reader may still use the old one.
+    Capture { generation: u64, with_stream: bool, fresh: bool },
+    /// Offer this replica the current snapshot and the journal.
+    Offer { session: Session },
+    /// Tell this replica that it must wait, and why.
+    Wait { session: Session, cause: WaitCause, text: String },
+    /// Refuse this replica further service, tell it why, and close its lanes.
+    Drop { session: Session, code: RefusalCode, text: String },
+    /// Tell this replica that the generation it was given has ended, and why.
+    GenerationGone { session: Session, generation: u64, text: String },
+    /// Revoke read access to this generation's snapshot.
+    RevokeSnapshot { generation: u64 },
+    /// The stream has ended: revoke read access to its journal and end its thread.
+    EndStream { generation: u64 },
+    /// End the capture of this snapshot, which no replica waits for.
+    StopCapture { generation: u64 },
+    /// Let the snapshot's writer reuse every slot below this one. It grows within a generation; each capture begins at
+    /// 0.
+    AllowRetiring { below: u64 },
+}
+
+// The machine's records of the snapshot, the stream and each replica. Others see them through a shared reference only.
+
+/// One snapshot, from the request to its end.
+pub struct Snapshot {
+    /// Its generation.
+    pub generation: u64,
+    /// How far it is.
+    pub stage: Stage,
+    /// What it is written in.
+    pub format: Format,
+    pub(super) asked: Instant,
+    /// When the primary forked for it. Its data are of that moment.
+    pub(super) forked: Option<Instant>,
+    /// When every slot was there.
+    pub(super) sealed: Option<Instant>,
+}
+
+/// The stage of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)] // A field's name says what it is, or the variant does.
+pub enum Stage {
+    /// The source has requested the snapshot, and nothing of it has arrived yet.
+    Asked,
+    /// Slots are being filled.
+    Open(Origin),
+    /// Every slot is there.
+    Sealed { origin: Origin, bytes: u64 },
+}
+
+impl Snapshot {
+    /// Where the snapshot was taken, once it has begun to arrive.
+    pub fn origin(&self) -> Option<Origin> {
+        match self.stage {
+            Stage::Asked => None,
+            Stage::Open(origin) | Stage::Sealed { origin, .. } => Some(origin),
+        }
+    }
+
+    /// Whether it may be offered to a replica that joined at this time. One that waited for it, or that joined while it
+    /// was taken, gets it whatever its age: another one would take as long.
+    pub(super) fn is_for(&self, joined: Instant, now: Instant, max_age: Duration) -> bool {
+        if Mutation::AgeFromTheRequest.is_active() {
+            return now.duration_since(self.asked) <= max_age;
+        }
+        self.sealed.is_none_or(|sealed| joined <= sealed) || !self.is_old(now, max_age)
+    }
+
+    /// Whether its data are older than this.
+    pub(super) fn is_old(&self, now: Instant, max_age: Duration) -> bool {
+        self.forked.is_some_and(|forked| now.duration_since(forked) > max_age)
+    }
+
+    /// Whether the primary has forked for it.
+    pub fn has_forked(&self) -> bool {
+        if Mutation::ForkFromTheFirstByte.is_active() {
+            return self.origin().is_some();
+        }
+        self.forked.is_some()
+    }
+
+    /// Of which moment its data are: that of the fork, and until then that of the request.
+    pub fn taken(&self) -> Instant {
+        self.forked.unwrap_or(self.asked)
+    }
+
+    /// Whether the primary has forked for it, and its child may still be at work.
+    pub(super) fn has_a_child(&self) -> bool {
+        self.has_forked() && !self.is_sealed()
+    }
+
+    /// Whether every slot is there.
+    pub fn is_sealed(&self) -> bool {
+        matches!(self.stage, Stage::Sealed { .. })
+    }
+}
+
+/// A joined replica.
+pub struct Replica {
+    /// The name that it goes by.
+    pub name: String,
+    /// Where it has come from.
+    pub address: String,
+    /// When it joined.
+    pub joined: Instant,
+    /// The same, or when it joined first, if its connection broke meanwhile.
+    pub(super) since: Instant,
+    /// When its last message arrived.
+    pub last_seen: Instant,
+    /// The generation that it was offered; `None` while it waits.
+    pub generation: Option<u64>,
+    /// What it has reported last.
+    pub at: Report,
+    /// How far it is with the snapshot, as its reports say.
+    pub tracker: Tracker,
+    pub(super) resume: Option<Resume>,
+    /// The newest format that its server reads.
+    pub(super) reads: Format,
+    /// When it last took a slot or entered another phase.
+    pub(super) moved: Instant,
+    /// How late it is as a reader that others wait for.
+    pub(super) pace: Pace,
+    /// Why it waits, as it was told last.
+    pub(super) told: Option<(WaitCause, String)>,
+    /// The history of the stream in its last offer.
+    pub(super) history: Option<ReplId>,
+    /// When it last reported a higher applied offset, or joined.
+    pub(super) advanced: Instant,
+    /// Its stream has ended and its server has loaded the snapshot: it goes to the primary and needs no other snapshot.
+    pub(super) sent_away: bool,
+}
+
+impl Replica {
+    /// The transport over which it reads; `None` until it does.
+    pub fn transport(&self) -> Option<TransportKind> {
+        self.at.transport.and_then(TransportKind::from_code)
+    }
+
+    /// Why it waits for a snapshot, as it was told; `None` if it has one.
+    pub fn waits_because(&self) -> Option<&str> {
+        self.told.as_ref().filter(|_| self.generation.is_none()).map(|(_, text)| text.as_str())
+    }
+
+    /// The number of slots of this generation that it held when it joined, from the first one without a gap.
+    pub fn held_slots(&self, generation: u64) -> u64 {
+        self.resume.filter(|resume| resume.generation == generation).map_or(0, |resume| resume.held_slots)
+    }
+
+    /// Whether its server had loaded a whole snapshot when it joined, so that it needs the stream only.
+    pub fn is_loaded(&self) -> bool {
+        self.resume.is_some_and(|resume| resume.loaded.is_some())
+    }
+
+    /// Whether its server is loading the snapshot or has loaded it.
+    pub fn has_all_slots(&self) -> bool {
+        self.at.phase > Phase::Transfer
+    }
+
+    /// Whether its server has loaded the snapshot and needs the stream only.
+    pub(super) fn has_loaded(&self) -> bool {
+        self.at.phase > Phase::Load
+    }
+
+    /// Whether it still needs slots of the snapshot.
+    pub fn is_reading(&self) -> bool {
+        self.generation.is_some() && matches!(self.at.phase, Phase::Waiting | Phase::Transfer)
+    }
+}
+
+/// The readers that have passed the fewest slots: the writer of a full ring waits for them. Kept up to date with each
+/// report, so that a report need not look at all replicas.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Slowest {
+    /// They need no slot below this one; 0 if no replica reads.
+    below: u64,
+    readers: usize,
+}
+
+impl Slowest {
+    /// The slowest of these replicas.
+    pub(super) fn of(replicas: &BTreeMap<Session, Replica>) -> Slowest {
+        let reading = replicas.values().filter(|replica| replica.is_reading()).map(|replica| replica.at.slots_below);
+        reading.fold(Slowest::default(), |slowest, below| match slowest {
+            Slowest { readers: 0, .. } => Slowest { below, readers: 1 },
+            Slowest { below: least, readers } if below == least => Slowest { below, readers: readers + 1 },
+            Slowest { below: least, .. } if below < least => Slowest { below, readers: 1 },
+            slowest => slowest,
+        })
+    }
+
+    /// Every reader has passed the slots below this one. No reader: 0.
+    pub(super) fn below(self) -> u64 {
+        self.below
+    }
+
+    /// A reader went on from slot `from` to slot `to`. Returns `false` if it was the last of the slowest: another one
+    /// is the slowest now.
+    pub(super) fn moved(&mut self, from: u64, to: u64) -> bool {
+        if from == self.below && to > from {
+            self.readers = self.readers.saturating_sub(1);
+        }
+        self.readers > 0
+    }
+}
+
+/// The part of the machine's state that others may see.
+#[derive(Clone, Copy)]
+pub struct Status<'a> {
+    /// The current snapshot.
+    pub snapshot: Option<&'a Snapshot>,
+    /// Where the journal begins.
+    pub stream: Option<Origin>,
+    /// The replicas that have joined.
+    pub replicas: &'a BTreeMap<Session, Replica>,
+    /// Snapshots that were whole.
+    pub snapshots_taken: u64,
+    /// Replicas that were handed over.
+    pub replicas_done: u64,
+    /// Snapshots that failed.
+    pub failures: &'a Failures,
+    /// Forks of the primary.
+    pub forks: &'a Forks,
+}
+
+impl<'a> Status<'a> {
+    /// The generation that this replica was offered last; `None` while it waits.
+    pub fn offered(&self, session: Session) -> Option<u64> {
+        self.replicas.get(&session)?.generation
+    }
+
+    /// The replicas that wait for a snapshot.
+    pub fn waiting(&self) -> impl Iterator<Item = Session> + use<'a> {
+        let waits = |replica: &Replica| replica.generation.is_none() && !replica.sent_away;
+        self.replicas.iter().filter(move |(_, replica)| waits(replica)).map(|(&session, _)| session)
+    }
+
+    /// The history of the stream that this replica was offered last.
+    pub fn history_of(&self, session: Session) -> Option<ReplId> {
+        self.replicas.get(&session)?.history
+    }
+
+    /// The generation of the current snapshot.
+    pub fn generation(&self) -> Option<u64> {
+        self.snapshot.map(|snapshot| snapshot.generation)
+    }
+
+    /// A joined replica.
+    pub fn replica(&self, session: Session) -> Option<&'a Replica> {
+        self.replicas.get(&session)
+    }
+}

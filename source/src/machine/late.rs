@@ -1,0 +1,237 @@
+//! Late: what a replica that joins after a snapshot would apply too late, and what it did not miss.
+//!
+//! A server runs a command of the stream when it has the data set, however long ago the primary wrote it. That is right
+//! for nearly all commands. For a few it is not (`remora_redis::commands::Effect`): an expiry that counts from the
+//! moment of the command, a change of the cluster's map, a message to subscribers.
+//!
+//! ```text
+//!   snapshot ──────── PUBLISH ──────────── join            the next snapshot
+//!   snapshot ──────── join ─────────────── PUBLISH         served: it comes as late as in any full copy
+//! ```
+//!
+//! So no replica gets such a command that had arrived before it joined. That is what the primary's own full copies
+//! promise too: a replica attaches before the fork, or to the output of a fork that has begun.
+
+use std::time::{Duration, Instant};
+
+use remora_base::mutation::Mutation;
+use remora_redis::commands::Late;
+
+use super::{RETURN_LIMIT, Reading, Replica, Resume, Rules};
+
+/// The most replicas whose join is remembered after their connection broke.
+const REMEMBERED_MAX: usize = 1024;
+
+/// Replicas whose connection broke while they read a snapshot.
+#[derive(Debug, Default)]
+pub(super) struct Lost {
+    /// When the last one disconnected without saying that it is done. It may come back.
+    pub(super) at: Option<Instant>,
+    readers: Vec<Reader>,
+}
+
+#[derive(Debug)]
+struct Reader {
+    name: String,
+    generation: u64,
+    /// When it joined.
+    since: Instant,
+    lost: Instant,
+}
+
+impl Lost {
+    /// The connection of a replica broke.
+    pub(super) fn lose(&mut self, now: Instant, replica: &Replica) {
+        let Some(generation) = replica.generation else { return };
+        self.at = Some(now);
+        self.readers.retain(|reader| now.duration_since(reader.lost) < RETURN_LIMIT);
+        if self.readers.len() < REMEMBERED_MAX {
+            let (name, since) = (replica.name.clone(), replica.since);
+            self.readers.push(Reader { name, generation, since, lost: now });
+        }
+    }
+
+    /// When a replica that joins now did so first: one that comes back soon and has slots of its snapshot goes on.
+    pub(super) fn joined(&mut self, now: Instant, name: &str, resume: Option<Resume>) -> Instant {
+        let is_it = |reader: &Reader| {
+            resume.is_some_and(|resume| resume.held_slots > 0 && resume.generation == reader.generation)
+                && reader.name == name
+                && now.duration_since(reader.lost) < RETURN_LIMIT
+        };
+        let found = self.readers.iter().position(is_it);
+        found.map_or(now, |at| self.readers.swap_remove(at).since)
+    }
+}
+
+/// Why the stream behind the current snapshot must not be applied by this replica: it has a command that arrived before
+/// the replica joined.
+pub(super) fn too_late(rules: &Rules, reading: &Reading, replica: &Replica) -> Option<Late> {
+    if Mutation::LateCommandsServed.is_active() {
+        return None;
+    }
+    let before = |first: Option<Instant>, grace| {
+        first.and_then(|first| first.checked_add(grace)).is_some_and(|until| until < replica.since)
+    };
+    if before(reading.first_state, Duration::ZERO) {
+        Some(Late::State)
+    } else if before(reading.first_message, rules.repeat_messages) {
+        Some(Late::Message)
+    } else {
+        None
+    }
+}
+
+/// Words about the present snapshot, if one of these replicas needs another one because of that; empty if not.
+pub(super) fn told<'a>(rules: &Rules, reading: &Reading, waiting: impl Iterator<Item = &'a Replica>) -> &'static str {
+    let why = waiting.filter_map(|replica| too_late(rules, reading, replica)).max();
+    match why {
+        Some(Late::State) => {
+            "; the stream behind the present one has commands that must not be applied late: expiries that count from the moment of \
+             the command, or changes of the cluster's slots"
+        }
+        Some(Late::Message) => {
+            "; the stream behind the present one has messages to subscribers, which would be delivered again (--repeat-messages)"
+        }
+        None => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_redis::ReplId;
+
+    use super::super::{Action, Event, Format, Machine, Session};
+    use super::*;
+    use crate::capture::CaptureEvent;
+    use remora_base::pace::Backoff;
+
+    const SECOND: Duration = Duration::from_secs(1);
+    const OFFSET: u64 = 10;
+
+    /// A machine whose first snapshot is whole, for a replica that has read it and gone.
+    struct Bench {
+        machine: Machine,
+        now: Instant,
+        reading: Reading,
+        generation: u64,
+    }
+
+    impl Bench {
+        fn new(repeat_messages: Duration) -> Bench {
+            let rules = Rules {
+                max_age: SECOND * 3600,
+                max_replicas: 10,
+                stall_limit: SECOND * 60,
+                fork_interval: Duration::ZERO,
+                slot_bytes: 1 << 20,
+                repeat_messages,
+            };
+            let now = Instant::now() + SECOND * 1000;
+            let machine = Machine::new(now, rules, Backoff::seeded(1), 5, false);
+            let reading = Reading { published: 9, journal_first: OFFSET + 1, journal_end: 500, ..Reading::default() };
+            Bench { machine, now, reading, generation: 5 }
+        }
+
+        fn apply(&mut self, event: Event) -> Vec<Action> {
+            self.machine.apply(self.now, self.reading, event)
+        }
+
+        fn join(&mut self, session: Session, resume: Option<Resume>) -> Vec<Action> {
+            let (name, address) = (format!("r{}", session % 10), String::new());
+            self.apply(Event::Joined { session, name, address, resume, reads: Format::Own })
+        }
+
+        /// The snapshot that was asked for is taken.
+        fn take(&mut self) -> Vec<Action> {
+            let (generation, replid, offset) = (self.generation, "a".repeat(40).parse::<ReplId>().unwrap(), OFFSET);
+            let mut actions = self.apply(Event::Capture(CaptureEvent::Started { generation, replid, offset }));
+            actions.extend(self.apply(Event::Capture(CaptureEvent::Completed { generation, bytes: 1 << 20 })));
+            actions
+        }
+
+        fn asks_again(&mut self, actions: &[Action]) -> bool {
+            let next = self.generation + 1;
+            let asks = actions
+                .iter()
+                .any(|action| matches!(action, Action::Capture { generation, .. } if *generation == next));
+            self.generation += u64::from(asks);
+            asks
+        }
+    }
+
+    fn is_offered(actions: &[Action], session: Session) -> bool {
+        actions.contains(&Action::Offer { session })
+    }
+
+    #[test]
+    fn who_joined_before_a_command_is_served_and_who_joins_after_it_gets_the_next_snapshot() {
+        for kind in [Late::State, Late::Message] {
+            let mut bench = Bench::new(Duration::ZERO);
+            bench.join(1, None);
+            bench.now += SECOND;
+            bench.join(2, None);
+            bench.now += SECOND;
+            // It arrived behind the snapshot, before the capture's event came.
+            let at = Some(bench.now);
+            match kind {
+                Late::State => bench.reading.first_state = at,
+                Late::Message => bench.reading.first_message = at,
+            }
+            bench.now += SECOND;
+            let actions = bench.take();
+            assert!(is_offered(&actions, 1) && is_offered(&actions, 2), "{actions:?}");
+            for session in [1, 2] {
+                bench.apply(Event::Gone { session, done: true });
+            }
+            let actions = bench.join(3, None);
+            assert!(!is_offered(&actions, 3) && bench.asks_again(&actions), "{actions:?}");
+            bench.reading = Reading { first_state: None, first_message: None, ..bench.reading };
+            assert!(is_offered(&bench.take(), 3));
+        }
+    }
+
+    #[test]
+    fn messages_may_be_repeated_for_as_long_as_the_operator_says_and_nothing_else() {
+        let mut bench = Bench::new(SECOND * 60);
+        bench.join(1, None);
+        bench.take();
+        bench.apply(Event::Gone { session: 1, done: true });
+        bench.reading.first_message = Some(bench.now);
+        bench.now += SECOND * 60;
+        assert!(is_offered(&bench.join(2, None), 2));
+        bench.apply(Event::Gone { session: 2, done: true });
+        bench.reading.first_state = Some(bench.now);
+        bench.now += SECOND;
+        let actions = bench.join(3, None);
+        assert!(!is_offered(&actions, 3) && bench.asks_again(&actions), "{actions:?}");
+    }
+
+    #[test]
+    fn a_replica_that_comes_back_goes_on_and_another_one_does_not() {
+        let mut bench = Bench::new(Duration::ZERO);
+        bench.join(1, None);
+        bench.take();
+        bench.now += SECOND;
+        bench.reading.first_state = Some(bench.now);
+        bench.now += SECOND;
+        bench.apply(Event::Gone { session: 1, done: false });
+        let held = |held_slots, loaded| Some(Resume { generation: 5, held_slots, loaded });
+        // Session 11 has the name of session 1.
+        bench.now += RETURN_LIMIT / 2;
+        assert!(is_offered(&bench.join(11, held(4, None)), 11));
+        bench.apply(Event::Gone { session: 11, done: false });
+        let actions = bench.join(2, held(4, None));
+        assert!(!is_offered(&actions, 2), "another one: {actions:?}");
+        bench.apply(Event::Gone { session: 2, done: false });
+        // Its server has loaded: the primary's own backlog would give it the same commands.
+        let mut bench = Bench::new(Duration::ZERO);
+        bench.join(1, None);
+        bench.take();
+        bench.reading.first_state = Some(bench.now);
+        bench.now += SECOND * 600;
+        let origin = bench.machine.status().stream.unwrap();
+        assert!(is_offered(&bench.join(2, held(4, Some((origin.history, 400)))), 2));
+    }
+}

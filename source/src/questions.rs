@@ -1,0 +1,425 @@
+//! Questions of replicas that the source answers with fresh facts of the primary: whether it would continue the
+//! replica's stream, and the plan of a dry run.
+//!
+//! ```text
+//!   HandOffQuery ──▶ waiting ── the source is not asking ──▶ INFO at the primary ──▶ all answered ── PACE ──▶ next batch
+//!                       │ one for each session: a later question replaces the earlier one
+//!   Join, plan only ──▶ one at a time for each session; answered at once if the facts are younger than FRESH
+//!   StatusQuery ──▶ answered at once, or PACE after the last report to this session; one waits for each session
+//! ```
+//!
+//! A replica that gets a yes is on its way to the primary. [`Pins`] keep what it needs there until it has arrived, or
+//! its session has ended. One that has asked counts already: another one's arrival must not release what its answer
+//! rests on.
+//!
+//! So the primary is asked at most once in [`PACE`] for all hand-offs together, and what waits here is bounded by the
+//! number of sessions, however often the replicas ask.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use remora_protocol::{Message, Offer, Phase, WaitCause};
+use remora_redis::ReplId;
+use tokio::sync::Mutex;
+
+use super::answers::{announce, ask, known_history, needs_fork, obstacle, plan_of, terms};
+use super::machine::Session;
+use super::presence::Lookout;
+use super::server_settings::OutputBuffer;
+use super::tables::expected;
+use super::{Incoming, Source, status};
+use remora_server::pins::rules::Travellers;
+use remora_server::{Client, Pins, Position};
+
+/// The shortest time between two questions to the primary about hand-offs: little beside a hand-off, and long beside
+/// the time that `INFO` takes. The questions of many replicas that arrive meanwhile are answered together.
+const PACE: Duration = Duration::from_millis(50);
+
+/// Facts younger than this are fresh enough for a plan.
+const FRESH: Duration = Duration::from_millis(100);
+
+/// How long a replica's plan waits for fresh facts of the server: well below the time that replicas wait for a plan.
+const LEARN_LIMIT: Duration = Duration::from_secs(3);
+
+/// Whether the primary would continue this history after this offset, while clients write at this rate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HandOff {
+    offset: u64,
+    history: Option<ReplId>,
+    rate: u64,
+}
+
+impl HandOff {
+    fn at(&self, history: ReplId) -> Position {
+        Position { history, offset: self.offset, rate: self.rate }
+    }
+}
+
+/// The questions that are asked together, and their sessions.
+type Batch = BTreeMap<Session, HandOff>;
+
+/// The questions that wait for an answer.
+#[derive(Debug, Default)]
+pub(super) struct Questions {
+    /// Questions for the next batch.
+    waiting: Batch,
+    /// Whether the primary is being asked, or was asked less than [`PACE`] ago.
+    is_busy: bool,
+    /// Sessions that wait for a plan.
+    plans: BTreeSet<Session>,
+    /// The sessions that have asked for the status.
+    reports: BTreeMap<Session, Report>,
+    /// The number of this process, for offers.
+    process: u64,
+    /// When the source's facts were read last.
+    learned: Option<Instant>,
+    /// Why the server has not answered the last question about them.
+    silent: Option<String>,
+    /// Why the server sends no snapshot until an administrator changes something there.
+    refusal: Option<String>,
+    /// One connection to the server, opened when first needed and again after a failure.
+    pub(super) client: Arc<Mutex<Option<Client>>>,
+    /// What the server keeps for the replicas on their way to it.
+    pub(super) pins: Arc<Mutex<Pins>>,
+    /// For whom.
+    travellers: Travellers<Session>,
+    /// Whether the source's links may stay.
+    pub(super) presence: Lookout,
+}
+
+/// What a session gets of the status.
+#[derive(Clone, Copy, Debug)]
+struct Report {
+    /// When it got the last report, or gets the next one.
+    at: Instant,
+    /// It waits for that report.
+    waits: bool,
+}
+
+impl Questions {
+    /// Those of a process that has just started.
+    pub(super) fn new() -> Questions {
+        let mut drawn = [0; 8];
+        // Without random numbers the process id tells the processes of one host apart.
+        let process = getrandom::fill(&mut drawn).map_or(std::process::id().into(), |()| u64::from_le_bytes(drawn));
+        Questions { process, ..Questions::default() }
+    }
+
+    /// A session asks for the status. Returns how long its report must wait; `None` if it waits for one already.
+    fn report(&mut self, session: Session, now: Instant) -> Option<Duration> {
+        let last = self.reports.get(&session);
+        if last.is_some_and(|last| last.waits) {
+            return None;
+        }
+        let at = last.map_or(now, |last| now.max(last.at + PACE));
+        self.reports.insert(session, Report { at, waits: at > now });
+        Some(at.saturating_duration_since(now))
+    }
+
+    /// A session gets the report that it waits for.
+    fn reported(&mut self, session: Session) {
+        if let Some(report) = self.reports.get_mut(&session) {
+            report.waits = false;
+        }
+    }
+
+    /// Notes a session's question in place of its earlier one. Returns the batch to ask the primary about, if it may be
+    /// asked now.
+    fn put(&mut self, session: Session, question: HandOff) -> Option<Batch> {
+        self.waiting.insert(session, question);
+        self.travellers.asked(session);
+        if self.is_busy { None } else { self.next() }
+    }
+
+    /// The primary may be asked again. Returns the batch to ask it about, if questions wait.
+    fn next(&mut self) -> Option<Batch> {
+        self.is_busy = !self.waiting.is_empty();
+        self.is_busy.then(|| std::mem::take(&mut self.waiting))
+    }
+
+    /// A session has ended.
+    pub(super) fn left(&mut self, session: Session) {
+        self.waiting.remove(&session);
+        self.plans.remove(&session);
+        self.reports.remove(&session);
+        if self.travellers.left(&session) {
+            self.release();
+        }
+    }
+
+    /// A session's replica is in this phase.
+    pub(super) fn is_in(&mut self, session: Session, phase: Phase) {
+        if self.travellers.is_in(&session, phase) {
+            self.release();
+        }
+    }
+
+    fn release(&self) {
+        let pins = self.pins.clone();
+        tokio::spawn(async move { pins.lock().await.release() });
+    }
+
+    /// The source has fresh facts.
+    pub(super) fn learned(&mut self, now: Instant, refusal: Option<String>) {
+        (self.learned, self.silent, self.refusal) = (Some(now), None, refusal);
+    }
+
+    /// The server has not answered.
+    pub(super) fn not_learned(&mut self, why: String) {
+        self.silent = Some(why);
+    }
+
+    fn is_fresh(&self, now: Instant) -> bool {
+        let is_recent = self.learned.is_some_and(|learned| now.saturating_duration_since(learned) < FRESH);
+        // What an administrator has just granted is to be seen at once.
+        is_recent && self.refusal.is_none()
+    }
+}
+
+/// What a task that asks the primary reports to the source's loop.
+pub(crate) enum Answered {
+    /// The answers to the questions of these sessions.
+    HandOffs(Vec<(Session, Result<(), String>)>),
+    /// [`PACE`] has passed since that answer.
+    AskAgain,
+    /// The facts for this replica's plan are there: fresh ones, or the last known if the server did not answer in time.
+    Plan(Session),
+    /// The time of this session's report has come.
+    Report(Session),
+}
+
+impl Source {
+    /// Answers as soon as the primary has answered the source.
+    pub(super) fn answer_hand_off(&mut self, session: Session, offset: u64) {
+        let (rate, history) = (self.rate.highest(), self.machine.status().history_of(session));
+        let batch = self.questions.put(session, HandOff { offset, history, rate });
+        ask_about(self, batch);
+    }
+
+    /// Answers with fresh facts of the server, which may have restarted or failed over since the last snapshot. If the
+    /// server does not answer within [`LEARN_LIMIT`], the last known facts are sent. A session that asks again while
+    /// it waits gets one plan.
+    pub(super) fn send_plan(&mut self, session: Session) {
+        if self.questions.is_fresh(Instant::now()) {
+            return tell_plan(self, session);
+        }
+        if !self.questions.plans.insert(session) {
+            return;
+        }
+        let (learning, incoming) = (self.learn(), self.incoming.clone());
+        tokio::spawn(async move {
+            if tokio::time::timeout(LEARN_LIMIT, learning).await.is_err() {
+                let why = format!("no answer for {} s", LEARN_LIMIT.as_secs());
+                let _ = incoming.send(Incoming::NotLearned(why)).await;
+            }
+            let _ = incoming.send(Incoming::Answered(Answered::Plan(session))).await;
+        });
+    }
+
+    /// An offer without tables, for a dry run.
+    pub(super) fn plan(&self) -> Offer {
+        let told = self.options.announce.clone().or_else(|| self.captured.primary());
+        let primary = announce(told.as_ref(), self.captured.server().url(), &self.facts);
+        let plan = plan_of(&self.facts, primary, self.rate.bytes_per_second(), self.questions.process);
+        // The primary holds the stream back only for a capture that takes both.
+        let holds_back = self.machine.status().stream.is_none() && self.tables.is_windowed_for(&self.facts);
+        let expected = expected(&self.facts, self.tables.snapshot.1);
+        let warning = if holds_back { self.output.warning(expected, self.tables.ring()) } else { String::new() };
+        let obstacle = self.obstacle();
+        // What the source holds needs no further word of the server.
+        let refusal = self.questions.refusal.as_deref().filter(|_| obstacle.is_none() && needs_fork(self));
+        let terms = Some(terms(self, refusal));
+        Offer { warning, obstacle: obstacle.or(refusal.map(str::to_owned)).unwrap_or_default(), terms, ..plan }
+    }
+
+    /// Why no snapshot of the server can be taken now.
+    fn obstacle(&self) -> Option<String> {
+        let what = match &self.questions.silent {
+            Some(why) => format!("does not answer ({why})"),
+            None => obstacle(&self.facts)?,
+        };
+        Some(format!("its server {} {what}", self.captured.server().url()))
+    }
+
+    /// Why no snapshot of the server can be taken now, if the server is a replica: its primary may serve those who
+    /// wait.
+    pub(super) fn is_cut_off(&self) -> Option<String> {
+        self.facts.link.as_ref().and_then(|_| self.obstacle())
+    }
+
+    /// Tells the replicas that wait for a snapshot why none can be taken now, if that is so.
+    pub(super) fn tell_of_an_obstacle(&mut self) {
+        let Some(text) = self.is_cut_off() else { return };
+        let waiting: Vec<Session> = self.machine.status().waiting().collect();
+        for session in waiting {
+            self.send(session, Message::Waiting { cause: WaitCause::CutOff, text: text.clone() });
+        }
+    }
+
+    /// Reads the server's facts in the background.
+    pub(super) fn learn(&self) -> tokio::task::JoinHandle<()> {
+        let (client, server, incoming) = (self.questions.client.clone(), self.captured.server(), self.incoming.clone());
+        let (tuning, rights) = (self.methods.tuning.clone(), self.methods.rights.clone());
+        let takes_from_the_server = self.methods.takes_from_the_server();
+        tokio::spawn(async move {
+            let facts = match ask(&client, &server).await {
+                Ok(facts) => facts,
+                Err(error) => return drop(incoming.send(Incoming::NotLearned(error.to_string())).await),
+            };
+            let mut client = client.lock().await;
+            let Some(client) = client.as_mut() else { return };
+            let buffer = OutputBuffer::read(client, &facts).await;
+            tuning.learn(client).await;
+            let refusal = match takes_from_the_server {
+                true => rights.why_refused(client, &facts).await.unwrap_or_default(),
+                false => None,
+            };
+            let _ = incoming.send(Incoming::Learned(Box::new((facts, buffer, refusal)))).await;
+        })
+    }
+}
+
+/// Sends the status, at most once in [`PACE`] to a session: a report names every replica.
+pub(super) fn send_status(source: &mut Source, session: Session) {
+    match source.questions.report(session, Instant::now()) {
+        None => {}
+        Some(Duration::ZERO) => source.send(session, Message::Status(status::report(source))),
+        Some(pause) => {
+            let incoming = source.incoming.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(pause).await;
+                let _ = incoming.send(Incoming::Answered(Answered::Report(session))).await;
+            });
+        }
+    }
+}
+
+/// Asks the primary, if there is a batch to ask about.
+fn ask_about(source: &Source, batch: Option<Batch>) {
+    let Some(batch) = batch else { return };
+    let (client, pins) = (source.questions.client.clone(), source.questions.pins.clone());
+    let (server, incoming) = (source.captured.server(), source.incoming.clone());
+    tokio::spawn(async move {
+        let facts = ask(&client, &server).await;
+        let mut pins = pins.lock().await;
+        // The lowest offset first: its pin serves the others.
+        let mut batch: Vec<_> = batch.into_iter().collect();
+        batch.sort_by_key(|(_, question)| question.offset);
+        let mut answers = Vec::with_capacity(batch.len());
+        for (session, question) in batch {
+            let answer = match &facts {
+                Ok(facts) => match known_history(question.history) {
+                    Ok(history) => pins.secure(&server, facts, question.at(history)).await,
+                    Err(text) => Err(text),
+                },
+                Err(error) => Err(format!("the primary does not answer: {error}")),
+            };
+            answers.push((session, answer));
+        }
+        drop(pins);
+        let _ = incoming.send(Incoming::Answered(Answered::HandOffs(answers))).await;
+        tokio::time::sleep(PACE).await;
+        let _ = incoming.send(Incoming::Answered(Answered::AskAgain)).await;
+    });
+}
+
+/// Sends the answers to the replicas that asked, and asks the primary again where questions wait.
+pub(super) fn answered(source: &mut Source, answered: Answered) {
+    match answered {
+        Answered::HandOffs(answers) => {
+            for (session, answer) in answers {
+                let (covered, text) = (answer.is_ok(), answer.err().unwrap_or_default());
+                source.send(session, Message::HandOffAnswer { covered, text });
+            }
+        }
+        Answered::AskAgain => {
+            let batch = source.questions.next();
+            ask_about(source, batch);
+        }
+        Answered::Plan(session) => {
+            if source.questions.plans.remove(&session) {
+                tell_plan(source, session);
+            }
+        }
+        Answered::Report(session) => {
+            source.questions.reported(session);
+            source.send(session, Message::Status(status::report(source)));
+        }
+    }
+}
+
+/// Sends a plan. It says if the source would leave the primary alone for a while before the next snapshot.
+fn tell_plan(source: &mut Source, session: Session) {
+    let mut plan = source.plan();
+    let why_not = source.machine.status().forks.why_not();
+    if let Some((_, why)) = why_not.filter(|_| needs_fork(source) && plan.warning.is_empty()) {
+        plan.warning = why;
+    }
+    source.send(session, Message::Offer(plan));
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    fn at(offset: u64) -> HandOff {
+        HandOff { offset, history: None, rate: 0 }
+    }
+
+    #[test]
+    fn a_question_is_asked_at_once_and_those_that_come_meanwhile_are_asked_together() {
+        let mut questions = Questions::default();
+        assert_eq!(questions.put(1, at(10)), Some(Batch::from([(1, at(10))])));
+        for session in 2..5 {
+            assert_eq!(questions.put(session, at(20)), None);
+        }
+        assert_eq!(questions.next().unwrap().len(), 3);
+        assert_eq!(questions.next(), None);
+        assert_eq!(questions.put(2, at(30)), Some(Batch::from([(2, at(30))])));
+    }
+
+    #[test]
+    fn a_session_that_asks_without_end_has_one_question_waiting_and_it_is_the_latest() {
+        let mut questions = Questions::default();
+        questions.put(1, at(0)).unwrap();
+        (1..=10_000).for_each(|offset| assert_eq!(questions.put(1, at(offset)), None));
+        questions.put(2, at(7));
+        assert_eq!(questions.next(), Some(Batch::from([(1, at(10_000)), (2, at(7))])));
+    }
+
+    #[test]
+    fn a_session_that_has_left_is_not_asked_for() {
+        let mut questions = Questions::default();
+        questions.put(1, at(0)).unwrap();
+        questions.put(2, at(0));
+        questions.left(2);
+        assert_eq!(questions.next(), None);
+    }
+
+    #[test]
+    fn a_session_that_asks_for_the_status_without_end_gets_a_report_now_and_then() {
+        let (mut questions, now) = (Questions::default(), Instant::now());
+        assert_eq!(questions.report(1, now), Some(Duration::ZERO));
+        assert_eq!(questions.report(2, now), Some(Duration::ZERO), "each session for itself");
+        let soon = now + PACE / 5;
+        assert_eq!(questions.report(1, soon), Some(PACE - PACE / 5));
+        (0..10_000).for_each(|_| assert_eq!(questions.report(1, soon), None, "one report waits"));
+        questions.reported(1);
+        assert_eq!(questions.report(1, now + PACE), Some(PACE), "counted from the report that waited");
+        questions.reported(1);
+        assert_eq!(questions.report(1, now + 3 * PACE), Some(Duration::ZERO));
+    }
+
+    #[test]
+    fn facts_are_fresh_for_a_moment() {
+        let (mut questions, now) = (Questions::default(), Instant::now());
+        assert!(!questions.is_fresh(now));
+        questions.learned(now, None);
+        assert!(questions.is_fresh(now + FRESH / 2) && !questions.is_fresh(now + FRESH));
+        questions.learned(now, Some("it refuses PSYNC".into()));
+        assert!(!questions.is_fresh(now), "an administrator may have granted it");
+    }
+}

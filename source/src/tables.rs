@@ -1,0 +1,596 @@
+//! The memory of a generation's tables: its geometry, its division, and the sealed tables for other hosts.
+
+use std::iter;
+use std::sync::Arc;
+
+use remora_fabric::{Memory, Pages, RegionId};
+use remora_protocol::TableOffer;
+use remora_table::{Algorithm, Geometry, SealKey};
+use remora_wire::derive;
+
+use crate::options::{Compress, ModuleCapture, ModuleOptions, Options, TableOptions};
+use remora_base::units::Size;
+use remora_process::exit::Failure;
+use remora_process::{host_memory, service};
+use remora_server::{Facts, ServerUrl};
+
+/// The memory of a region.
+#[derive(Clone)]
+pub(super) struct Exported {
+    /// What this host's shared memory exports.
+    pub(super) local: Arc<Memory>,
+    /// What the transports to other hosts export: the same, or ciphertext, or compressed slots.
+    pub(super) remote: Arc<Memory>,
+}
+
+impl Exported {
+    /// The same memory over every transport.
+    pub(super) fn plain(memory: &Arc<Memory>) -> Exported {
+        Exported { local: memory.clone(), remote: memory.clone() }
+    }
+}
+
+/// The memory of the two tables, which one generation after the other uses.
+pub(super) struct Tables {
+    pub(super) snapshot: (Arc<Memory>, Geometry),
+    pub(super) journal: (Arc<Memory>, Geometry),
+    /// What replicas on other hosts read instead; `None`: they read these.
+    pub(super) remote: Option<RemoteTables>,
+    /// Whether no slot of the current snapshot is reused ([`TableOffer::retained`]).
+    pub(super) retained: bool,
+    /// A snapshot was larger than the server's INFO suggested. Later snapshots are windowed.
+    pub(super) outgrown: bool,
+    /// The log says that snapshots are windowed.
+    is_window_told: bool,
+}
+
+impl Tables {
+    /// The memory whose pages the first snapshot will need, and how many bytes of it.
+    pub(super) fn to_prepare(&self, facts: &Facts) -> Vec<(Arc<Memory>, u64)> {
+        let (snapshot, geometry) = &self.snapshot;
+        let bytes = (geometry.data_offset() + expected(facts, *geometry)).min(snapshot.length());
+        // Slots that are compressed for sure touch less of it.
+        let remote = self.remote.as_ref();
+        let remote = remote.filter(|remote| matches!(remote.compress, Compress::Off | Compress::Auto));
+        iter::once(snapshot)
+            .chain(remote.map(|remote| &remote.snapshot))
+            .map(|memory| (memory.clone(), bytes))
+            .collect()
+    }
+
+    /// Tables whose memory no pages back yet. `is_sealed`: replicas on other hosts read ciphertext.
+    pub(super) fn empty(options: &Options, is_sealed: bool) -> Result<Tables, Failure> {
+        let shares = Shares::of(&Wanted::of(&options.tables, is_sealed))?;
+        let snapshot = table("remora-snapshot", shares.snapshot, module_writes(&options.module))?;
+        let journal = table("remora-journal", shares.journal, false)?;
+        let seals = match is_sealed {
+            true => Some(Seals::new(remote_memory("remora-sealed-journal", &journal.1)?)?),
+            false => None,
+        };
+        let remote = match shares.is_twice() {
+            true => {
+                let snapshot = remote_memory("remora-sealed", &snapshot.1)?;
+                Some(RemoteTables { snapshot, seals, compress: shares.compress })
+            }
+            false => None,
+        };
+        Ok(Tables { snapshot, journal, remote, retained: false, outgrown: false, is_window_told: false })
+    }
+
+    /// Prepares the snapshot's memory for another generation. With `fresh`, a reader may still use the current memory.
+    /// The reader keeps it, and it is freed when the last reader closes it.
+    ///
+    /// Returns the memory that is no longer used, if it was replaced.
+    pub(super) fn prepare(
+        &mut self,
+        options: &Options,
+        facts: &Facts,
+        fresh: bool,
+    ) -> Result<Option<Exported>, Failure> {
+        let mut replaced = None;
+        if fresh && self.retained {
+            let slot_size = self.snapshot.1.slot_size;
+            let budget = self.snapshot.0.length();
+            tracing::debug!(memory = %options.tables.memory, "a replica disconnected while it was reading; allocating new memory for the snapshot");
+            let fresh = table("remora-snapshot", within(budget, slot_size)?, module_writes(&options.module))?;
+            let former = self.memory(SNAPSHOT_REGION);
+            if let Some(remote) = &mut self.remote {
+                remote.snapshot = remote_memory("remora-sealed", &fresh.1)?;
+            }
+            self.snapshot = fresh;
+            replaced = Some(former);
+        }
+        self.retained = !self.is_windowed_for(facts);
+        Ok(replaced)
+    }
+
+    /// Whether a snapshot of this server is larger than its table, so that slots are reused.
+    pub(super) fn is_windowed_for(&self, facts: &Facts) -> bool {
+        self.outgrown || expected(facts, self.snapshot.1) > self.ring()
+    }
+
+    /// Says once that the snapshots of this server will be windowed, what that means, and how much memory would do.
+    pub(super) fn warn_of_a_window(&mut self, options: &TableOptions, facts: &Facts, server: &ServerUrl) {
+        if self.is_window_told || !self.is_windowed_for(facts) {
+            return;
+        }
+        self.is_window_told = true;
+        let (most, held) = (mebibytes(expected(facts, self.snapshot.1)), mebibytes(self.ring()));
+        let twice = match (self.is_sealed(), &self.remote) {
+            (true, _) => ", as it is held twice: plain for this host, and encrypted for others",
+            (false, Some(_)) => ", as it is held twice: plain for this host, and compressed for others",
+            (false, None) => "",
+        };
+        let remedy = match enough(options, facts, self.is_sealed()) {
+            Some(enough) if host_memory::check("--memory", enough).is_ok() => {
+                format!("; --memory {enough} keeps it whole")
+            }
+            Some(enough) => format!("; --memory {enough} would keep it whole, and there is less than that here"),
+            None => String::new(),
+        };
+        tracing::warn!(
+            "the snapshot of {server} has {most} at most, and --memory {} has room for {held} of it{twice}: a window moves over \
+             it, so replicas must join together, the primary's child lives as long as the slowest of them reads, and each \
+             later replica costs another fork{remedy}",
+            options.memory
+        );
+    }
+
+    /// The bytes of all slots of the snapshot.
+    pub(super) fn ring(&self) -> u64 {
+        ring(&self.snapshot.1)
+    }
+
+    /// The memory of a region.
+    pub(super) fn memory(&self, region: u32) -> Exported {
+        let (plain, _) = if region == SNAPSHOT_REGION { &self.snapshot } else { &self.journal };
+        let remote = self.remote.as_ref();
+        let remote = match region {
+            SNAPSHOT_REGION => remote.map(|remote| &remote.snapshot),
+            _ => remote.and_then(RemoteTables::journal),
+        };
+        Exported { local: plain.clone(), remote: remote.unwrap_or(plain).clone() }
+    }
+
+    /// Whether replicas on other hosts read ciphertext.
+    pub(super) fn is_sealed(&self) -> bool {
+        self.remote.as_ref().is_some_and(|remote| remote.seals.is_some())
+    }
+
+    /// How slots are compressed for replicas on other hosts.
+    pub(super) fn compress(&self) -> Compress {
+        self.remote.as_ref().map_or(Compress::Off, |remote| remote.compress)
+    }
+
+    /// Bytes of memory that the tables use.
+    pub(super) fn resident(&self) -> u64 {
+        let plain = [&self.snapshot.0, &self.journal.0];
+        let remote = self.remote.iter().flat_map(|remote| iter::once(&remote.snapshot).chain(remote.journal()));
+        plain.into_iter().chain(remote).filter_map(|memory| memory.resident().ok()).sum()
+    }
+
+    /// The offer of a table to its readers. `keys`: where it is, for each transport.
+    pub(super) fn offer(&self, id: RegionId, first_offset: u64, keys: Vec<Vec<u8>>) -> TableOffer {
+        let is_snapshot = id.region == SNAPSHOT_REGION;
+        let geometry = if is_snapshot { self.snapshot.1 } else { self.journal.1 };
+        TableOffer {
+            generation: id.generation,
+            first_offset,
+            slot_size: geometry.slot_size,
+            slots: geometry.slots,
+            retained: is_snapshot && self.retained,
+            keys,
+            seal: self
+                .remote
+                .as_ref()
+                .and_then(|remote| remote.key(id))
+                .map_or(Vec::new(), |key| key.to_bytes().to_vec()),
+            compressed: self.compress() != Compress::Off && (is_snapshot || self.is_sealed()),
+        }
+    }
+}
+
+/// The least `--memory` with which the snapshot of this server is kept whole; `None` if none does.
+fn enough(options: &TableOptions, facts: &Facts, is_sealed: bool) -> Option<Size> {
+    let bytes = least_memory(|memory| {
+        let options = TableOptions { memory: Size::bytes(memory), ..options.clone() };
+        Shares::of(&Wanted::of(&options, is_sealed)).is_ok_and(|shares| shares.hold(facts))
+    });
+    bytes.map(Size::bytes)
+}
+
+/// The size in whole MiB, rounded up.
+fn mebibytes(bytes: u64) -> Size {
+    Size::mebibytes(bytes.div_ceil(1 << 20))
+}
+
+/// Whether the server's module may write the snapshot.
+fn module_writes(options: &ModuleOptions) -> bool {
+    options.capture != ModuleCapture::Off
+}
+
+fn table(name: &str, geometry: Geometry, module_writes: bool) -> Result<(Arc<Memory>, Geometry), Failure> {
+    // Memory that a service manager keeps is written by the next process of the service.
+    let create = if module_writes || service::keeps() { Memory::create } else { Memory::create_single_writer };
+    let memory = create(name, geometry.memory_len(), Pages::Small).map_err(no_memory)?;
+    Ok((Arc::new(memory), geometry))
+}
+
+/// Memory for what other hosts read, which only this process writes, or the next one of its service.
+fn remote_memory(name: &str, geometry: &Geometry) -> Result<Arc<Memory>, Failure> {
+    let create = if service::keeps() { Memory::create } else { Memory::create_single_writer };
+    create(name, geometry.memory_len(), Pages::Small).map(Arc::new).map_err(no_memory)
+}
+
+pub(super) fn no_memory(error: impl std::fmt::Display) -> Failure {
+    let why = host_memory::why_none();
+    Failure::local(format!("cannot allocate the memory for the tables: {error}; give a smaller --memory{why}"))
+}
+
+/// A generation number that no earlier run of a source on this host had. It is above theirs unless the clock went back:
+/// nothing compares which one of two generations is higher.
+pub(super) fn first_generation() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    (now.as_millis() as u64) << 8
+}
+
+// The numbers of a source's regions: each generation has both.
+
+/// The region number of the snapshot.
+pub(super) const SNAPSHOT_REGION: u32 = 0;
+/// The region number of the journal.
+pub(super) const JOURNAL_REGION: u32 = 1;
+
+// Sizing: how the memory of a source is divided, and how long a snapshot will be. Pure.
+//
+// ```text
+//   --memory ─┬─ --journal-memory (a quarter) ──▶ journal   (half of it, if other hosts read a sealed one)
+//             └─ the rest ──────────────────────▶ snapshot  (half of it, if other hosts read a sealed or compressed one)
+// ```
+//
+// A source makes its tables so, and `remora plan` says beforehand what they will be.
+
+/// What a source is told about its memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted {
+    /// Bytes in all.
+    pub memory: u64,
+    /// Bytes of the journal; `None`: the default share.
+    pub journal: Option<u64>,
+    /// Bytes of a slot.
+    pub slot: u64,
+    /// Other hosts read ciphertext.
+    pub is_sealed: bool,
+    /// How slots are to be compressed for other hosts.
+    pub compress: Compress,
+}
+
+/// How the memory is divided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shares {
+    /// The snapshot's table.
+    pub snapshot: Geometry,
+    /// The journal's table.
+    pub journal: Geometry,
+    /// How slots are compressed for other hosts.
+    pub compress: Compress,
+    is_sealed: bool,
+}
+
+/// The journal's default share of the memory: one in this many bytes.
+const JOURNAL_SHARE: u64 = 4;
+
+/// The largest slot of the journal, in bytes: small enough that late readers lose little when the oldest slot is
+/// overwritten, large enough that readers load entries seldom.
+const JOURNAL_SLOT: u32 = 1 << 20;
+
+impl Wanted {
+    /// What the options of a source say.
+    pub fn of(options: &TableOptions, is_sealed: bool) -> Wanted {
+        Wanted {
+            memory: options.memory.get(),
+            journal: options.journal.map(Size::get),
+            slot: options.slot_size().get(),
+            is_sealed,
+            compress: options.compress,
+        }
+    }
+}
+
+impl Shares {
+    /// Divides the memory.
+    ///
+    /// # Errors
+    /// It is too small.
+    pub fn of(wanted: &Wanted) -> Result<Shares, Failure> {
+        let (total, is_sealed) = (wanted.memory, wanted.is_sealed);
+        let journal = wanted.journal.unwrap_or(total / JOURNAL_SHARE);
+        if journal >= total {
+            let text = format!(
+                "--journal-memory {} leaves nothing of --memory {} for the snapshot; set a smaller --journal-memory",
+                Size::bytes(journal),
+                Size::bytes(total)
+            );
+            return Err(Failure::refused(text));
+        }
+        let slot = |size: u64| u32::try_from(size).unwrap_or(u32::MAX);
+        let compress = compressing(wanted.compress, is_sealed);
+        // What other hosts read takes half of it.
+        let (for_snapshot, for_journal) =
+            ((total - journal) / copies(is_sealed, compress), journal / sealed(is_sealed));
+        let journal_slot = slot((for_journal / 8).min(2 * u64::from(JOURNAL_SLOT))).next_power_of_two() / 2;
+        Ok(Shares {
+            snapshot: within(for_snapshot, slot(wanted.slot))?,
+            journal: within(for_journal, journal_slot)?,
+            compress,
+            is_sealed,
+        })
+    }
+
+    /// Whether other hosts read another snapshot than this host does.
+    pub(super) fn is_twice(&self) -> bool {
+        copies(self.is_sealed, self.compress) > 1
+    }
+
+    /// The bytes of all slots of the snapshot.
+    pub fn ring(&self) -> u64 {
+        ring(&self.snapshot)
+    }
+
+    /// Whether they hold the whole snapshot of this server, as far as its INFO tells.
+    pub fn hold(&self, facts: &Facts) -> bool {
+        expected(facts, self.snapshot) <= self.ring()
+    }
+
+    /// Bytes of memory that a snapshot of this length takes. Slots that are compressed for sure take less.
+    pub fn in_use_by_a_snapshot(&self, bytes: u64) -> u64 {
+        (self.snapshot.data_offset() + bytes.min(self.ring())) * copies(self.is_sealed, self.compress)
+    }
+
+    /// Bytes of memory that the journal takes when it is full.
+    pub fn in_use_by_the_journal(&self) -> u64 {
+        self.journal.memory_len() * sealed(self.is_sealed)
+    }
+
+    /// Bytes of the stream that the journal holds.
+    pub fn journal_ring(&self) -> u64 {
+        ring(&self.journal)
+    }
+}
+
+fn copies(is_sealed: bool, compress: Compress) -> u64 {
+    if is_sealed || compress != Compress::Off { 2 } else { 1 }
+}
+
+fn sealed(is_sealed: bool) -> u64 {
+    if is_sealed { 2 } else { 1 }
+}
+
+/// The bytes of all slots of a table.
+pub(super) fn ring(geometry: &Geometry) -> u64 {
+    u64::from(geometry.slot_size) * u64::from(geometry.slots)
+}
+
+/// The largest table within these bytes.
+pub(super) fn within(budget: u64, slot_size: u32) -> Result<Geometry, Failure> {
+    Geometry::within(budget, slot_size)
+        .map_err(|error| Failure::refused(format!("--memory is too small for its slots: {error}")))
+}
+
+/// How slots are compressed. Where nothing is sealed, other hosts read the plain table, and `auto` leaves it at that:
+/// compressed slots would need as much memory again.
+fn compressing(choice: Compress, is_sealed: bool) -> Compress {
+    match choice {
+        Compress::Auto if !is_sealed => Compress::Off,
+        choice => choice,
+    }
+}
+
+/// An upper estimate of the snapshot's size in bytes, from the server's INFO. Data take more bytes in memory than in a
+/// snapshot, except for large values, which take about as many.
+pub fn expected(facts: &Facts, geometry: Geometry) -> u64 {
+    let dataset = facts.used_memory_dataset.or(facts.used_memory).unwrap_or(0);
+    dataset.saturating_add(dataset / 16).saturating_add(2 * u64::from(geometry.slot_size))
+}
+
+/// The least memory in bytes of which this is true, in whole MiB; `None` if there is none.
+pub fn least_memory(is_enough: impl Fn(u64) -> bool) -> Option<u64> {
+    let mebibytes = |count: u64| count << 20;
+    let mut high = LEAST_MEBIBYTES;
+    while !is_enough(mebibytes(high)) {
+        if high >= MOST_MEBIBYTES {
+            return None;
+        }
+        high *= 2;
+    }
+    let mut low = (high / 2).max(LEAST_MEBIBYTES - 1);
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        if is_enough(mebibytes(middle)) { high = middle } else { low = middle }
+    }
+    Some(mebibytes(high))
+}
+
+/// The least memory of an agent.
+const LEAST_MEBIBYTES: u64 = 16;
+
+/// More than any host has.
+const MOST_MEBIBYTES: u64 = 1 << 40;
+
+// The tables that replicas on other hosts read instead of the plain ones, in memory of their own: ciphertext,
+// compressed slots, or both. Not here: the thread that fills them ([`super::capture`]).
+
+/// The memory of these tables, of the same shapes as the plain ones.
+pub(super) struct RemoteTables {
+    pub(super) snapshot: Arc<Memory>,
+    /// If they are ciphertext.
+    pub(super) seals: Option<Seals>,
+    /// Whether slots may be compressed, and how.
+    pub(super) compress: Compress,
+}
+
+/// The journal as ciphertext, and the secret of the keys.
+pub(super) struct Seals {
+    pub(super) journal: Arc<Memory>,
+    /// Drawn when the source starts, or that of a snapshot that a former process has left.
+    snapshot_secret: [u8; SealKey::SECRET_BYTES],
+    /// Drawn when the source starts.
+    journal_secret: [u8; SealKey::SECRET_BYTES],
+    algorithm: Algorithm,
+}
+
+/// A snapshot for replicas on other hosts, as its capture needs it.
+#[derive(Clone)]
+pub(crate) struct RemoteTable {
+    pub(crate) memory: Arc<Memory>,
+    /// If it is ciphertext: of this generation only.
+    pub(crate) key: Option<SealKey>,
+    pub(crate) compress: Compress,
+}
+
+/// A sealed journal as its writer needs it.
+#[derive(Clone)]
+pub(crate) struct SealedTable {
+    pub(crate) memory: Arc<Memory>,
+    /// Of this generation only.
+    pub(crate) key: SealKey,
+    /// Whether records may be compressed.
+    pub(crate) compressed: bool,
+}
+
+impl RemoteTables {
+    /// The key of a table, if it is sealed. No two generations share a number, so no key is used for two tables.
+    pub(super) fn key(&self, id: RegionId) -> Option<SealKey> {
+        self.seals.as_ref().map(|seals| seals.key(id))
+    }
+
+    /// The memory of the journal, if it is another one than that of the plain one.
+    pub(super) fn journal(&self) -> Option<&Arc<Memory>> {
+        self.seals.as_ref().map(|seals| &seals.journal)
+    }
+
+    /// The secret of the snapshot's keys, if it is sealed, for a process that goes on with it.
+    pub(super) fn snapshot_secret(&self) -> Option<[u8; SealKey::SECRET_BYTES]> {
+        self.seals.as_ref().map(|seals| seals.snapshot_secret)
+    }
+
+    /// The snapshot with this number, for its capture.
+    pub(super) fn snapshot_table(&self, id: RegionId) -> RemoteTable {
+        RemoteTable { memory: self.snapshot.clone(), key: self.key(id), compress: self.compress }
+    }
+
+    /// The journal with this number, for its capture, if it is sealed.
+    pub(super) fn journal_table(&self, id: RegionId) -> Option<SealedTable> {
+        let seals = self.seals.as_ref()?;
+        let compressed = self.compress != Compress::Off;
+        Some(SealedTable { memory: seals.journal.clone(), key: seals.key(id), compressed })
+    }
+}
+
+impl Seals {
+    pub(super) fn new(journal: Arc<Memory>) -> Result<Seals, Failure> {
+        let secret = || {
+            let mut secret = [0; SealKey::SECRET_BYTES];
+            let drawn = getrandom::fill(&mut secret);
+            drawn.map_err(|error| Failure::local(format!("no random bytes for the keys of the tables: {error}")))?;
+            Ok::<_, Failure>(secret)
+        };
+        let (snapshot_secret, journal_secret) = (secret()?, secret()?);
+        Ok(Seals { journal, snapshot_secret, journal_secret, algorithm: Algorithm::best() })
+    }
+
+    /// The snapshot was sealed by a former process.
+    pub(super) fn set_snapshot_secret(&mut self, secret: [u8; SealKey::SECRET_BYTES]) {
+        self.snapshot_secret = secret;
+    }
+
+    fn key(&self, id: RegionId) -> SealKey {
+        let mut label = [0; 12];
+        label[..8].copy_from_slice(&id.generation.to_le_bytes());
+        label[8..].copy_from_slice(&id.region.to_le_bytes());
+        let secret = if id.region == SNAPSHOT_REGION { &self.snapshot_secret } else { &self.journal_secret };
+        SealKey::new(self.algorithm, derive(secret, &label))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn the_memory_that_is_said_to_be_enough_is_enough_and_not_much_more() {
+        let usual = TableOptions::default();
+        let many = [
+            usual.clone(),
+            TableOptions { journal: Some(Size::mebibytes(64)), ..usual.clone() },
+            TableOptions { slot_size: Some(Size::bytes(64 << 10)), ..usual.clone() },
+            TableOptions { compress: Compress::Zstd, ..usual },
+        ];
+        for few in many {
+            for is_sealed in [false, true] {
+                for data in [1 << 30, 60 << 30, 1_u64 << 42] {
+                    let facts = Facts { used_memory_dataset: Some(data), ..Facts::default() };
+                    let Some(enough) = enough(&few, &facts, is_sealed) else {
+                        assert!(few.slot_size.is_some() && data > 1 << 40, "only so many slots can be: {few:?} {data}");
+                        continue;
+                    };
+                    let held = |memory: u64| {
+                        let options = TableOptions { memory: Size::bytes(memory), ..few.clone() };
+                        Shares::of(&Wanted::of(&options, is_sealed)).unwrap().ring()
+                    };
+                    assert!(held(enough.get()) > data, "{few:?} {is_sealed} {data}: {enough}");
+                    assert!(held(enough.get()) < data + data / 3 + (256 << 20), "{few:?} {is_sealed} {data}: {enough}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_figure_is_said_for_data_that_no_memory_holds() {
+        let facts = Facts { used_memory_dataset: Some(u64::MAX), ..Facts::default() };
+        assert_eq!(enough(&TableOptions::default(), &facts, true), None);
+    }
+
+    const WANTED: Wanted =
+        Wanted { memory: 1 << 30, journal: None, slot: 1 << 20, is_sealed: false, compress: Compress::Auto };
+
+    #[test]
+    fn what_other_hosts_read_takes_half_where_it_is_another_table() {
+        let plain = Shares::of(&WANTED).unwrap();
+        let sealed = Shares::of(&Wanted { is_sealed: true, ..WANTED }).unwrap();
+        let packed = Shares::of(&Wanted { compress: Compress::Zstd, ..WANTED }).unwrap();
+        assert_eq!((plain.is_twice(), sealed.is_twice(), packed.is_twice()), (false, true, true));
+        assert_eq!((plain.compress, sealed.compress), (Compress::Off, Compress::Auto));
+        assert_eq!((plain.ring() >> 20, sealed.ring() >> 20, packed.ring() >> 20), (767, 383, 383));
+        assert!(sealed.journal_ring() < plain.journal_ring() && packed.journal_ring() == plain.journal_ring());
+        for shares in [plain, sealed, packed] {
+            let full = shares.in_use_by_a_snapshot(u64::MAX) + shares.in_use_by_the_journal();
+            assert!(full <= WANTED.memory && full > WANTED.memory - (8 << 20), "{full}");
+        }
+    }
+
+    #[test]
+    fn a_journal_of_any_size_has_slots() {
+        for memory in [16 << 20, 1 << 30, 64 << 30, 65 << 30, 1 << 40] {
+            let shares = Shares::of(&Wanted { memory, slot: 1 << 20, ..WANTED }).unwrap();
+            assert!((1 << 17..=JOURNAL_SLOT).contains(&shares.journal.slot_size), "{memory}: {:?}", shares.journal);
+        }
+    }
+
+    #[test]
+    fn a_journal_that_leaves_nothing_is_refused() {
+        let why = |wanted| Shares::of(&wanted).unwrap_err().message;
+        assert!(why(Wanted { journal: Some(1 << 30), ..WANTED }).contains("set a smaller --journal-memory"));
+        assert!(why(Wanted { memory: 1 << 20, ..WANTED }).contains("too small for its slots"));
+    }
+
+    #[test]
+    fn the_least_memory_is_the_border() {
+        for border in [1, 16, 17, 1000, 4096, 123_456] {
+            assert_eq!(least_memory(|memory| memory >= border << 20), Some(border.max(16) << 20), "{border}");
+        }
+        assert_eq!(least_memory(|_| false), None);
+    }
+}
