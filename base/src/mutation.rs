@@ -54,6 +54,8 @@ pub enum Mutation {
     DirectForEver,
     /// A server whose primary was replaced, and that no Sentinel knows, is left waiting for the former one.
     AstrayLeft,
+    /// A turn (`--at-once`) does not end when the server has loaded.
+    TurnKept,
     /// The first source that has the right history serves, also one beside a server that stands still.
     FirstSourceKept,
 }

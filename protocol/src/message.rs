@@ -557,6 +557,8 @@ pub enum WaitCause {
     /// No snapshot of the captured server can be taken now: it has no link to its own primary, it loads, or it does not
     /// answer.
     CutOff,
+    /// As many replicas load the present snapshot as the source lets load at once. The turn of this one comes.
+    Turn,
 }
 
 codes!(WaitCause is "cause of waiting" {
@@ -564,6 +566,7 @@ codes!(WaitCause is "cause of waiting" {
     1 => Busy,
     2 => LastAttemptFailed,
     3 => CutOff,
+    4 => Turn,
 });
 
 /// Why a source refuses a replica.

@@ -252,7 +252,8 @@ fn small_ones() -> impl Strategy<Value = Message> {
     use {Outcome::*, RefusalCode::*};
     let outcomes = prop::sample::select(vec![HandedOver, Stopped, Failed]);
     let causes = prop::sample::select(vec![LossCause::Gone, LossCause::Lied, LossCause::Passed, LossCause::Refused]);
-    let waits = vec![WaitCause::NotYet, WaitCause::Busy, WaitCause::LastAttemptFailed, WaitCause::CutOff];
+    let waits =
+        vec![WaitCause::NotYet, WaitCause::Busy, WaitCause::LastAttemptFailed, WaitCause::CutOff, WaitCause::Turn];
     let waits = prop::sample::select(waits);
     let refusals = prop::sample::select(vec![
         RefusalCode::Busy,

@@ -28,6 +28,8 @@ use remora_base::pace::Growth;
 pub struct Reading {
     /// The memory of the first snapshot is still being prepared.
     pub is_preparing: bool,
+    /// Slots of the current snapshot are reused when all its readers have passed them.
+    pub is_windowed: bool,
     /// Slots of the snapshot that have been published.
     pub published: u64,
     /// The writer has reused all slots below this one.
@@ -212,6 +214,7 @@ impl Gauge {
         let (mut late, offset) = (lock(&self.late), self.snapshot_offset());
         Reading {
             is_preparing: false,
+            is_windowed: false,
             first_state: late.state.first_behind(offset),
             first_message: late.messages.first_behind(offset),
             published: self.published_slots(),

@@ -170,6 +170,7 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
     let rules = Rules {
         max_age: options.max_age,
         max_replicas: options.max_replicas as usize,
+        at_once: options.at_once,
         stall_limit: options.stall_limit,
         fork_interval: options.fork_interval,
         slot_bytes: u64::from(tables.snapshot.1.slot_size),
@@ -462,7 +463,8 @@ impl Source {
 
     fn apply(&mut self, event: Event) -> Result<(), Failure> {
         let (length, is_preparing) = (self.ahead.expected().length, self.preparation.is_under_way());
-        let reading = Reading { length, is_preparing, ..self.gauge.reading() };
+        let is_windowed = !self.tables.retained;
+        let reading = Reading { length, is_preparing, is_windowed, ..self.gauge.reading() };
         for action in self.machine.apply(Instant::now(), reading, event) {
             self.perform(action)?;
         }

@@ -1,6 +1,7 @@
 //! Options: what a source is asked to do. It has units, ranges and defaults, and no words of a command line.
 
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -29,6 +30,8 @@ pub struct Options {
     pub announce: Option<HostPort>,
     /// Replicas that may have joined at the same time: 1 to [`MAX_REPLICAS`].
     pub max_replicas: u32,
+    /// Replicas that may read a snapshot and load it at the same time. `None`: all that have joined.
+    pub at_once: Option<NonZeroU32>,
     /// The memory of the tables.
     pub tables: TableOptions,
     /// Take the first snapshot at once, and not when the first replica joins.
@@ -209,6 +212,7 @@ impl Options {
             tokens,
             announce: None,
             max_replicas: 64,
+            at_once: None,
             tables: TableOptions::default(),
             eager: false,
             file: None,

@@ -1,6 +1,7 @@
 //! The arguments of `remora source`.
 
 use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -60,6 +61,13 @@ pub struct SourceArgs {
     /// descriptors of the source.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_REPLICAS)), help_heading = "Serving")]
     pub max_replicas: u32,
+
+    /// Maximum number of replicas that read the snapshot and load it at the same time; the source makes further ones
+    /// wait for their turn, in the order in which they joined, and tells each its place. A server that only needs the
+    /// stream does not wait. The journal must hold what the primary writes until the last turn. Not for a windowed
+    /// snapshot, where each turn would cost the primary a fork. Default: all at once.
+    #[arg(long, value_name = "N", help_heading = "Serving")]
+    pub at_once: Option<NonZeroU32>,
 
     /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves
     /// late joiners too. A larger one is windowed: the source reuses slots that every joined replica has read, at the
@@ -397,6 +405,7 @@ impl SourceArgs {
             tokens,
             announce: self.announce.clone(),
             max_replicas: self.max_replicas,
+            at_once: self.at_once,
             tables: TableOptions {
                 memory: self.memory,
                 journal: self.journal_memory,
@@ -540,7 +549,7 @@ mod tests {
         };
         let others = |options: &Options| {
             let given = (options.listen, options.metrics, options.announce.clone(), options.file.is_some());
-            (given, options.max_replicas, options.eager, options.shared_memory)
+            (given, options.max_replicas, options.at_once, options.eager, options.shared_memory)
         };
         assert_eq!((times(&typed), parts(&typed), others(&typed)), (times(&own), parts(&own), others(&own)));
     }

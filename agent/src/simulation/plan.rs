@@ -1,5 +1,6 @@
 //! Plan: what a seed chooses: the servers, how the agents are started, and what the operator does when.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use remora_fabric::sim::Random;
@@ -103,6 +104,8 @@ pub(super) struct SourceOptions {
     pub(super) retained: bool,
     pub(super) journal: usize,
     pub(super) max_age: Duration,
+    /// Agents that may load at the same time.
+    pub(super) at_once: Option<NonZeroU32>,
 }
 
 /// See the module's text.
@@ -129,6 +132,9 @@ pub(super) struct Plan {
 
 /// The stream of randomness that says which servers lack a command: apart, so that seeds choose the same otherwise.
 const LACKING: u64 = 17;
+
+/// The same for how many agents may load at once.
+const TURNS: u64 = 18;
 
 /// Something that happens soon after an agent has begun with a job on its server.
 #[derive(Clone, Debug)]
@@ -248,6 +254,7 @@ impl Plan {
             retained,
             journal: if small_journal { 2000 } else { 100_000 },
             max_age: Duration::from_secs(if young { 10 } else { 300 }),
+            at_once: NonZeroU32::new(u32::from(Random::split(seed, TURNS).below(4) == 0)),
         };
         let number = 1 + draw.below(3) as usize;
         let mut replicas: Vec<ReplicaPlan> = (0..number).map(|_| ReplicaPlan::drawn(&mut draw)).collect();

@@ -100,6 +100,7 @@ impl SourceAgent {
             fork_interval: Duration::from_secs(5),
             slot_bytes: 1 << 20,
             repeat_messages: Duration::ZERO,
+            at_once: options.at_once,
         };
         let backoff = Backoff::seeded(world.draw.next());
         let first_generation = (index as u64 + 1) * 1000;
@@ -300,6 +301,7 @@ impl SourceAgent {
         let origin = self.machine.status().snapshot.and_then(|snapshot| snapshot.origin());
         reading.first_state =
             self.watched.as_mut().zip(origin).and_then(|(watched, at)| watched.first_behind(at.offset));
+        reading.is_windowed = !self.options.retained;
         self.reading = reading;
         reading
     }

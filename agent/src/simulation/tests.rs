@@ -171,6 +171,12 @@ fn a_command_that_is_given_to_an_agent_which_joined_after_it_is_found() {
     is_found(Mutation::LateCommandsServed, "must not be applied late");
 }
 
+#[test]
+#[ignore = "long: make test-all"]
+fn a_turn_that_does_not_end_is_found() {
+    is_found(Mutation::TurnKept, "still at work long after the last fault");
+}
+
 /// Plans whose writes are longer than a backlog that can be pinned.
 fn is_found_under_long_writes(mutation: Mutation, as_what: &str) {
     is_found_among(mutation, as_what, Plan::has_long_writes_that_can_be_pinned);

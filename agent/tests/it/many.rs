@@ -64,6 +64,41 @@ fn eight_replicas_at_once_are_exact_and_cost_the_primary_one_copy() {
     }
 }
 
+/// How many replicas have a part of the snapshot and have not loaded all of it, as the source knows them.
+fn loading(status: &serde_json::Value) -> usize {
+    let replicas = status["replicas"].as_array().map_or(&[][..], Vec::as_slice);
+    let loads = |replica: &&serde_json::Value| matches!(replica["phase"].as_str(), Some("transfer" | "load"));
+    replicas.iter().filter(loads).count()
+}
+
+#[test]
+fn with_a_limit_replicas_load_in_turn_and_each_is_told_its_place() {
+    let Some(kind) = require::redis() else { return };
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 24, MIB);
+    let source = Source::start(&primary, &["--memory", "128MiB", "--at-once", "1"]);
+    let servers = servers(kind, 3);
+    // Three seconds of reading: long enough that the others join meanwhile.
+    let slowly = ["--transport", "tcp", "--download-limit", "8MiB"];
+    let mut agents = vec![source.replica(&servers[0], &[&slowly[..], &["--name", "first"]].concat())];
+    source.wait_for_status("the first to read", |status| slots_of(status, "first").is_some_and(|held| held > 0));
+    for (server, name) in servers[1..].iter().zip(["second", "third"]) {
+        agents.push(source.replica(server, &["--transport", "tcp", "--name", name]));
+        source.wait_for_status("it to wait for its turn", |status| {
+            assert!(loading(status) <= 1, "{status}");
+            let replica = status["replicas"].as_array().and_then(|all| all.iter().find(|one| one["name"] == name));
+            replica.is_some_and(|one| one["transport_why"].as_str().unwrap().contains("--at-once"))
+        });
+    }
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    assert_eq!(syncs(&primary), (1, 3));
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
 #[test]
 #[ignore = "long: make test-all"]
 fn a_stopped_agent_and_a_killed_agent_delay_no_other_replica() {

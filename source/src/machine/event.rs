@@ -1,6 +1,7 @@
 //! The machine's input and output: rules and events go in, actions come out.
 
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
 use remora_fabric::TransportKind;
@@ -32,6 +33,8 @@ pub struct Rules {
     pub repeat_messages: Duration,
     /// Size of a slot.
     pub slot_bytes: u64,
+    /// How many replicas may read a snapshot and load it at the same time; `None`: all.
+    pub at_once: Option<NonZeroU32>,
 }
 
 /// What happened.
@@ -253,6 +256,8 @@ pub struct Replica {
     pub(super) history: Option<ReplId>,
     /// When it last reported a higher applied offset, or joined.
     pub(super) advanced: Instant,
+    /// Since when it has had the whole snapshot to read and load; `None` once its server has loaded.
+    pub(super) turn_since: Option<Instant>,
     /// Its stream has ended and its server has loaded the snapshot: it goes to the primary and needs no other snapshot.
     pub(super) sent_away: bool,
 }

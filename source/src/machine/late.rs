@@ -127,6 +127,7 @@ mod tests {
                 fork_interval: Duration::ZERO,
                 slot_bytes: 1 << 20,
                 repeat_messages,
+                at_once: None,
             };
             let now = Instant::now() + SECOND * 1000;
             let machine = Machine::new(now, rules, Backoff::seeded(1), 5, false);

@@ -18,8 +18,8 @@
 //! ([`Ending`]). After that the next snapshot may begin.
 //!
 //! Invariant, restored by [`Machine::settle`] after every event: *no replica waits while a snapshot could serve it or
-//! could be begun for it*, and *a slot is reused only after every replica it was promised to has received it*. The
-//! tests in `replay.rs` check both after every event of random runs.
+//! could be begun for it* (but for its turn, [`turns`]), and *a slot is reused only after every replica it was promised
+//! to has received it*. The tests in `replay.rs` check both after every event of random runs.
 //!
 //! One thread decides for all replicas, and a replica reports its progress up to 20 times a second. So a report costs
 //! the same however many replicas there are, unless it changes more than the replica's position
@@ -32,6 +32,7 @@ mod late;
 mod pauses;
 #[cfg(test)]
 mod replay;
+mod turns;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -46,6 +47,7 @@ pub use self::event::{Action, Event, Format, Replica, Report, Resume, Rules, Ses
 use self::late::Lost;
 pub use self::pauses::{Failures, Forks};
 use self::pauses::{LEAST_RATE, Pace};
+use self::turns::Turns;
 use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use remora_base::pace::Backoff;
@@ -80,6 +82,7 @@ pub struct Machine {
     backoff: Backoff,
     failures: Failures,
     forks: Forks,
+    turns: Turns,
     /// The writer may reuse the slots of the current snapshot below this one.
     retire_below: u64,
     snapshots_taken: u64,
@@ -94,6 +97,7 @@ impl Machine {
     pub fn new(now: Instant, rules: Rules, backoff: Backoff, first_generation: u64, eager: bool) -> Machine {
         Machine {
             forks: Forks::new(now, rules.fork_interval),
+            turns: Turns::new(rules.at_once),
             rules,
             reading: Reading::default(),
             snapshot: None,
@@ -194,6 +198,7 @@ impl Machine {
             told: None,
             history: None,
             advanced: now,
+            turn_since: None,
             sent_away: false,
         };
         let before = self.replicas.insert(session, replica);
@@ -205,7 +210,7 @@ impl Machine {
     /// replicas have to be looked at.
     fn progress(&mut self, now: Instant, session: Session, at: Report) -> bool {
         let Some(replica) = self.replicas.get_mut(&session) else { return false };
-        let (was_reading, before) = (replica.is_reading(), replica.at.slots_below);
+        let (was_reading, had_loaded, before) = (replica.is_reading(), replica.has_loaded(), replica.at.slots_below);
         replica.tracker.reach(now, at.bytes, self.reading.length);
         if at.slots_below > replica.at.slots_below || at.phase != replica.at.phase {
             replica.moved = now;
@@ -217,12 +222,21 @@ impl Machine {
         let slots_below = at.slots_below.max(replica.at.slots_below);
         replica.at = Report { slots_below, ..at };
         replica.last_seen = now;
+        if at.phase > Phase::Load
+            && let Some(since) = replica.turn_since.take()
+        {
+            self.turns.ended(now.duration_since(since));
+        }
         let is_reading = replica.is_reading();
         let has_ended = |ending: &Ending| {
             replica.generation.is_some() && replica.has_loaded() && replica.at.applied_offset >= ending.at
         };
         let may_retry = self.has_waiting && self.retry.as_ref().is_some_and(|(at, _)| *at <= now);
-        if is_reading != was_reading || may_retry || self.ending.as_ref().is_some_and(has_ended) {
+        if is_reading != was_reading
+            || had_loaded != replica.has_loaded()
+            || may_retry
+            || self.ending.as_ref().is_some_and(has_ended)
+        {
             return true;
         }
         if is_reading && !self.slowest.moved(before, slots_below) {
@@ -417,18 +431,31 @@ impl Machine {
         }
     }
 
+    /// The replicas that wait, in the order in which they joined first.
     fn waiting(&self) -> Vec<Session> {
         let waits = |(&session, replica): (&Session, &Replica)| {
-            (replica.generation.is_none() && !replica.sent_away).then_some(session)
+            (replica.generation.is_none() && !replica.sent_away).then_some((replica.since, session))
         };
-        self.replicas.iter().filter_map(waits).collect()
+        let mut waiting: Vec<(Instant, Session)> = self.replicas.iter().filter_map(waits).collect();
+        waiting.sort_unstable();
+        waiting.into_iter().map(|(_, session)| session).collect()
     }
 
     fn serve_waiting(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let waiting = self.waiting();
-        let mut unserved = Vec::new();
+        let (mut unserved, mut queued) = (Vec::new(), Vec::new());
+        let mut left = self.turns.left(now, self.reading.is_windowed, self.rules.stall_limit, self.replicas.values());
         for session in waiting {
             if self.can_serve(now, session) {
+                let needs_turn = self.needs_turn(session);
+                match &mut left {
+                    Some(0) if needs_turn => {
+                        queued.push(session);
+                        continue;
+                    }
+                    Some(left) if needs_turn => *left -= 1,
+                    _ => {}
+                }
                 self.offer(now, session, actions);
             } else if self.replicas.get(&session).is_some_and(Replica::is_loaded) {
                 // Its server has loaded a snapshot already and can go to the primary as it is.
@@ -440,7 +467,11 @@ impl Machine {
                 unserved.push(session);
             }
         }
-        self.has_waiting = !unserved.is_empty();
+        for (before, session) in queued.iter().enumerate() {
+            let reason = self.turns.told(before);
+            self.tell(*session, reason, actions);
+        }
+        self.has_waiting = !unserved.is_empty() || !queued.is_empty();
         let first_wanted = self.eager && self.snapshots_taken == 0 && self.snapshot.is_none();
         if unserved.is_empty() && !first_wanted {
             return;
@@ -457,13 +488,23 @@ impl Machine {
             Some((cause, text)) => (cause, format!("{text}{late}")),
         };
         for session in unserved {
-            let Some(replica) = self.replicas.get_mut(&session) else { continue };
-            if replica.told.as_ref() != Some(&reason) {
-                replica.told = Some(reason.clone());
-                let (cause, text) = reason.clone();
-                actions.push(Action::Wait { session, cause, text });
-            }
+            self.tell(session, reason.clone(), actions);
         }
+    }
+
+    /// Tells a replica why it waits, if it was told something else before.
+    fn tell(&mut self, session: Session, reason: (WaitCause, String), actions: &mut Vec<Action>) {
+        let Some(replica) = self.replicas.get_mut(&session) else { return };
+        if replica.told.as_ref() != Some(&reason) {
+            replica.told = Some(reason.clone());
+            let (cause, text) = reason;
+            actions.push(Action::Wait { session, cause, text });
+        }
+    }
+
+    fn needs_turn(&self, session: Session) -> bool {
+        let generation = self.snapshot.as_ref().map_or(0, |snapshot| snapshot.generation);
+        self.replicas.get(&session).is_some_and(|replica| turns::needs_turn(replica, generation))
     }
 
     fn offer(&mut self, now: Instant, session: Session, actions: &mut Vec<Action>) {
@@ -478,6 +519,7 @@ impl Machine {
             let phase = if replica.is_loaded() { Phase::CatchUp } else { Phase::Waiting };
             replica.at = Report { slots_below, phase, ..Report::NOTHING };
             (replica.moved, replica.pace) = (now, Pace::from(slots_below));
+            replica.turn_since = (!replica.is_loaded() && slots_below == 0).then_some(now);
             actions.push(Action::Offer { session });
         }
     }
@@ -742,6 +784,7 @@ mod kept_tests {
             fork_interval: Duration::ZERO,
             slot_bytes: 1 << 20,
             repeat_messages: Duration::ZERO,
+            at_once: None,
         };
         let mut machine = Machine::new(now, rules, Backoff::seeded(1), 5, false);
         let history = "a".repeat(40).parse().unwrap();

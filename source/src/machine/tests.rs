@@ -1,6 +1,7 @@
 //! Tests of the source's decisions without any I/O: events and times go in, actions come out.
 #![allow(clippy::unwrap_used)]
 
+use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
 use remora_protocol::{Phase, RefusalCode, WaitCause};
@@ -18,6 +19,7 @@ const RULES: Rules = Rules {
     fork_interval: Duration::from_secs(30),
     slot_bytes: 1 << 20,
     repeat_messages: Duration::ZERO,
+    at_once: None,
 };
 
 const FIRST: u64 = 100;
@@ -879,6 +881,79 @@ fn a_loaded_replica_whose_stream_is_lost_causes_no_other_snapshot() {
     bench.applied(2, Phase::Stay, 80);
     let actions = bench.event(Event::Capture(CaptureEvent::StreamLost { text: "gone".into() }));
     assert_eq!((sent_away(&actions), begins(&actions)), (vec![2], None), "{actions:?}");
+}
+
+const NOBODY: [Session; 0] = [];
+
+/// A source that lets so many load at once, with a complete snapshot.
+fn with_turns(at_once: u32) -> Bench {
+    let rules = Rules { at_once: NonZeroU32::new(at_once), max_replicas: 10, ..RULES };
+    let mut bench = Bench::with(rules, true);
+    bench.after(Duration::ZERO);
+    bench.started(FIRST, replid(1), 10);
+    bench.completed(FIRST);
+    bench
+}
+
+/// What each replica is told that waits for its turn.
+fn turns(actions: &[Action]) -> Vec<(Session, &str)> {
+    let told = actions.iter().filter_map(|action| match action {
+        Action::Wait { session, cause: WaitCause::Turn, text } => Some((*session, text.as_str())),
+        _ => None,
+    });
+    told.collect()
+}
+
+#[test]
+fn replicas_load_in_turn_in_the_order_in_which_they_joined() {
+    let mut bench = with_turns(2);
+    assert_eq!((offers(&bench.join(1)), offers(&bench.join(2))), (vec![1], vec![2]));
+    let (third, fourth) = (bench.join(3), bench.join(4));
+    assert!(turns(&third)[0].1.ends_with("this one is next"), "{third:?}");
+    assert!(turns(&fourth)[0].1.contains("one more comes before this one"), "{fourth:?}");
+    bench.progress(2, Phase::Transfer, 5);
+    assert_eq!(offers(&bench.progress(2, Phase::Load, 9)), NOBODY, "it has all slots, and loads still");
+    bench.now += Duration::from_secs(30);
+    let actions = bench.progress(2, Phase::CatchUp, 9);
+    assert_eq!(offers(&actions), [3]);
+    assert!(turns(&actions)[0].1.ends_with("this one is next, for about 30 s"), "{actions:?}");
+    assert_eq!(offers(&bench.event(Event::Gone { session: 1, done: false })), [4], "one that is gone has no turn");
+    assert_eq!(bench.machine.snapshots_taken, 1);
+}
+
+#[test]
+fn a_replica_that_has_loaded_or_comes_back_in_the_middle_does_not_wait_for_a_turn() {
+    let mut bench = with_turns(1);
+    bench.journal_at(11, 100);
+    assert_eq!(offers(&bench.join(1)), [1]);
+    assert_eq!(offers(&bench.join(2)), NOBODY, "it waits");
+    let loaded = Resume { generation: FIRST, held_slots: 0, loaded: Some((replid(1), 50)) };
+    assert_eq!(offers(&bench.join_with(3, Some(loaded))), [3]);
+    let in_the_middle = Resume { generation: FIRST, held_slots: 4, loaded: None };
+    assert_eq!(offers(&bench.join_with(4, Some(in_the_middle))), [4]);
+    let of_another = Resume { generation: FIRST - 1, held_slots: 4, loaded: None };
+    assert_eq!(offers(&bench.join_with(5, Some(of_another))), NOBODY);
+}
+
+#[test]
+fn a_replica_that_takes_nothing_keeps_nobody_waiting_and_one_whose_server_loads_does() {
+    let mut bench = with_turns(1);
+    bench.reading.published = 9;
+    bench.join(1);
+    bench.join(2);
+    assert_eq!(offers(&bench.after(RULES.stall_limit + Duration::from_secs(1))), [2]);
+    bench.join(3);
+    bench.progress(2, Phase::Load, 9);
+    bench.progress(1, Phase::CatchUp, 9);
+    assert_eq!(offers(&bench.after(RULES.stall_limit * 5)), NOBODY);
+    assert_eq!(offers(&bench.progress(2, Phase::CatchUp, 9)), [3]);
+}
+
+#[test]
+fn nobody_waits_for_a_turn_where_that_would_cost_a_fork() {
+    let mut bench = with_turns(1);
+    bench.reading.is_windowed = true;
+    assert_eq!((offers(&bench.join(1)), offers(&bench.join(2))), (vec![1], vec![2]));
 }
 
 /// The time of the processor for one report, the least of `ROUNDS` rounds, in which each of `replicas` readers of a full

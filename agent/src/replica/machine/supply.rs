@@ -12,6 +12,10 @@ use crate::exit::{Code, Failure};
 /// snapshot of its own first. One whose snapshots fail is waited for during `--retry-for` only.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
 
+/// How long a turn may be away (`--at-once` of a source): 64 replicas with a snapshot of 100 GB, one after the other,
+/// at 1 Gb/s take some 14 hours. A source that ends, or whose connection does, ends this wait at once.
+const TURN_LIMIT: Duration = Duration::from_secs(24 * 3600);
+
 /// How long an attended server waits for a source whose own server is cut off from their primary: a link that broke
 /// is back within a second or two, and the primary can serve the server meanwhile.
 const CUT_OFF_LIMIT: Duration = Duration::from_secs(3);
@@ -111,6 +115,7 @@ impl Waiting {
 pub(crate) fn wait_limit(cause: WaitCause, retry_for: Duration) -> Duration {
     match cause {
         WaitCause::LastAttemptFailed | WaitCause::CutOff => retry_for,
+        WaitCause::Turn => retry_for.max(TURN_LIMIT),
         _ => retry_for.max(WAIT_LIMIT),
     }
 }
