@@ -39,6 +39,7 @@ mod migration;
 mod module;
 mod module_load;
 mod mtls;
+mod pages;
 mod pieces;
 mod pin;
 mod presence;

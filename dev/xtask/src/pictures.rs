@@ -128,7 +128,8 @@ fn draw(folder: &Path) -> Result<()> {
 fn commands(page: &str) -> Result<Vec<String>> {
     let part = page.split_once(HEADING).ok_or("the tutorial has no such heading")?.1;
     let block = part.split("```").nth(1).ok_or("the tutorial has no commands there")?;
-    Ok(block.lines().filter(|line| !line.trim().is_empty()).map(str::to_owned).collect())
+    // The rest of the fence's line names the language.
+    Ok(block.lines().skip(1).filter(|line| !line.trim().is_empty()).map(str::to_owned).collect())
 }
 
 fn play(program: &Program, commands: &[String]) -> Result<Cast> {
@@ -538,7 +539,7 @@ mod tests {
     #[test]
     fn the_commands_are_those_of_the_block_below_the_heading() {
         let page = format!(
-            "```\nanother\n```\n{HEADING}\n\nWords.\n\n```\n# A remark.\n\nredis-server &\n```\n```\nlater\n```\n"
+            "```sh\nanother\n```\n{HEADING}\n\nWords.\n\n```sh\n# A remark.\n\nredis-server &\n```\n```\nlater\n```\n"
         );
         assert_eq!(commands(&page).unwrap(), ["# A remark.", "redis-server &"]);
         assert!(commands("```\nredis-server\n```").is_err(), "no heading");
