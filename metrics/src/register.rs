@@ -301,7 +301,7 @@ families! {
         "1 for long: a sync takes up to sixteen times as long; `--upload-limit none` takes the link from others";
     REPLICAS = Gauge "replicas" ["phase"], &[Source],
         "Replicas that have joined, by what they do",
-        "Many in `waiting`: the next snapshot is awaited, `remora status` says for what";
+        "Many in `waiting`: the next snapshot is awaited, or their turn (`--at-once`); `remora status` says which";
     REPLICA = Gauge "replica_info" ["replica", "address", "zone", "transport", "reads_from"], &[Source],
         "What is known of a replica, and 1",
         "Another transport than expected: `remora status` says why";

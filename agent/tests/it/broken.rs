@@ -357,8 +357,11 @@ fn writes_are_buffered_in_the_primary_only_while_it_takes_the_snapshot() {
 /// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 16;
 
-/// Rate of the replica's cable: slow enough to interfere while the snapshot is in transit, which takes about three
-/// seconds.
+/// Rate of the replica's cable, in bytes per second, until a test has interfered: the snapshot takes a quarter of a
+/// minute, in which a busy machine looks at it often enough.
+const SLOW_CABLE: u64 = 1 << 20;
+
+/// The same afterwards.
 const CABLE: u64 = 6 << 20;
 
 /// Slots after which a test interferes: a quarter of the snapshot.
@@ -388,12 +391,17 @@ impl Hosts {
         };
         let (primary, replica) = (server(&here), server(&there));
         fill(&primary, MEBIBYTES, 1);
-        there.shape(Shape::rate(CABLE)).unwrap();
+        there.shape(Shape::rate(SLOW_CABLE)).unwrap();
         Hosts { here, there, primary, replica, stage: Stage::new() }
     }
 
     fn source(&self) -> Source {
         self.stage.source_on(&self.here, &self.primary.url(), &[])
+    }
+
+    /// The test has interfered: the rest may come more quickly.
+    fn go_on(&self) {
+        self.there.shape(Shape::rate(CABLE)).unwrap();
     }
 
     fn source_again(&self, at: std::net::SocketAddr) -> Source {
@@ -449,6 +457,7 @@ fn a_replica_agent_that_was_killed_resumes_with_the_slots_it_lacks() {
         let mut first = hosts.replica(&source, &[]);
         source.wait_for_slots(&mut first, A_QUARTER);
         first.kill().unwrap();
+        hosts.go_on();
         // The setting that the second agent has to restore. Without it the test would prove little.
         assert_ne!(hosts.replica.configured("repl-diskless-load").unwrap(), "disabled");
 
@@ -469,6 +478,7 @@ fn a_replica_agent_that_was_stopped_leaves_an_empty_server_and_resumes_when_star
     source.wait_for_slots(&mut first, A_QUARTER);
     first.signal(Signal::TERM).unwrap();
     says(&ends(&mut first, 7), &["stopped by SIGTERM", "detached and emptied"]);
+    hosts.go_on();
     assert_eq!(hosts.replica.fact("role").unwrap(), "master");
     assert_eq!(hosts.replica.client().unwrap().int(&["DBSIZE"]).unwrap(), 0);
     assert_eq!(hosts.replica.configured("repl-diskless-load").unwrap(), "disabled");
@@ -505,6 +515,7 @@ fn is_cut(kind: Kind, module: bool, keeps: bool) {
     };
     source.wait_for_slots(&mut agent, A_QUARTER);
     hosts.there.cut().unwrap();
+    hosts.go_on();
     agent.wait_for_event("source_lost", CUT * 3).unwrap();
     source.agent.wait_for_event("replica_disconnected", CUT * 3).unwrap();
     hosts.there.heal().unwrap();
@@ -530,6 +541,7 @@ fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
         source.wait_for_slots(&mut agent, A_QUARTER);
         let (address, generation) = (source.address, source.generation());
         source.agent.kill().unwrap();
+        hosts.go_on();
         let warning = agent.wait_for_event("source_lost", LONG).unwrap();
         says(&warning, &["WARN", "the source", &address.to_string()]);
 
@@ -547,9 +559,9 @@ fn a_primary_killed_while_it_makes_the_snapshot_is_asked_again_when_it_is_back()
     for kind in require::kinds() {
         let mut primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
         let replica = Server::start(kind).unwrap();
-        // 2000 keys at 2 ms each: the child takes four seconds.
+        // 2000 keys at 20 ms each: the child takes 40 seconds, and is long killed by then.
         fill_keys(&primary, 2000, "old");
-        primary.configure("rdb-key-save-delay", "2000").unwrap();
+        primary.configure("rdb-key-save-delay", "20000").unwrap();
         let stage = Stage::new();
         let mut source = stage.source(&primary.url(), &[]);
         let mut agent = stage.replica(&replica.url(), source.address, &[]);
