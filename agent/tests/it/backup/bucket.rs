@@ -13,9 +13,13 @@ use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use remora_lab::contents::Contents;
 use remora_lab::server::wait_until;
+use remora_lab::tls::Tls;
 use remora_lab::workload::fill_every_type;
 use remora_lab::{Agent, Kind, require, scratch};
 use rustix::process::Signal;
+use rustls::ServerConfig;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use s3s::auth::SimpleAuth;
 use s3s::service::{S3Service, S3ServiceBuilder};
 use s3s_fs::FileSystem;
@@ -23,6 +27,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
+use tokio_rustls::TlsAcceptor;
 
 use super::{ALWAYS_NEW, assert_holds, json, load, next_second, now, wait_for_lines};
 use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, says, steady_writer, strs};
@@ -377,7 +382,7 @@ const BUCKET: &str = "backups";
 const PREFIX: &str = "some/orders";
 
 /// A server with one bucket. Dropping it ends it.
-pub(super) struct Store {
+pub(crate) struct Store {
     folder: TempDir,
     address: SocketAddr,
     held: Arc<Held>,
@@ -404,7 +409,7 @@ impl Held {
 }
 
 impl Store {
-    pub(super) fn start() -> Store {
+    pub(crate) fn start() -> Store {
         let folder = scratch::folder("store").unwrap();
         fs::create_dir(folder.path().join(BUCKET)).unwrap();
         let mut service = S3ServiceBuilder::new(FileSystem::new(folder.path()).unwrap());
@@ -413,6 +418,31 @@ impl Store {
         let mut store = Store { folder, address: ([127, 0, 0, 1], 0).into(), held, service, runtime: None };
         store.start_again();
         store
+    }
+
+    /// Serves over TLS at this socket besides.
+    pub(crate) fn serve_at(&self, listener: std::net::TcpListener, tls: &Tls) {
+        let chain = CertificateDer::pem_file_iter(&tls.certificate).unwrap().map(Result::unwrap).collect();
+        let key = PrivateKeyDer::from_pem_file(&tls.key).unwrap();
+        let config = ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key).unwrap();
+        let acceptor = TlsAcceptor::from(Arc::new(config));
+        listener.set_nonblocking(true).unwrap();
+        let (service, runtime) = (Arc::clone(&self.service), self.runtime.as_ref().unwrap());
+        runtime.spawn(async move {
+            let listener = TcpListener::from_std(listener).unwrap();
+            while let Ok((socket, _)) = listener.accept().await {
+                let (acceptor, service) = (acceptor.clone(), Arc::clone(&service));
+                tokio::spawn(async move {
+                    // A client that ends in the middle is none of the store's faults.
+                    let Ok(socket) = acceptor.accept(socket).await else { return };
+                    let answer = service_fn(move |request: Request<Incoming>| {
+                        let service = Arc::clone(&service);
+                        async move { Ok::<_, Infallible>(service.call(request.map(s3s::Body::from)).await.unwrap()) }
+                    });
+                    _ = hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(socket), answer).await;
+                });
+            }
+        });
     }
 
     /// Ends the server. Its objects and its address stay.

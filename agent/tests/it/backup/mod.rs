@@ -1,6 +1,6 @@
 //! `remora backup` and `remora restore`: whole files with manifests, the commands since, and moments between.
 
-mod bucket;
+pub(crate) mod bucket;
 mod folder;
 mod sealed;
 

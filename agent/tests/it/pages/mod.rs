@@ -40,10 +40,13 @@ struct Scene {
     meanwhile: &'static [(&'static str, &'static str, &'static str)],
     /// What a reader puts in the place of words of the page.
     values: &'static [(&'static str, &'static str)],
+    /// The address of a store for objects that is called `minio`.
+    store: Option<&'static str>,
 }
 
 /// A page on one host with nothing on it.
-const ALONE: Scene = Scene { hosts: &["10.0.0.1"], servers: &Kind::ALL, before: &[], meanwhile: &[], values: &[] };
+const ALONE: Scene =
+    Scene { hosts: &["10.0.0.1"], servers: &Kind::ALL, before: &[], meanwhile: &[], values: &[], store: None };
 
 /// A primary of Redis with some data, an empty Valkey, and a host from which they are called.
 const TWO_FAMILIES: Scene = Scene {
@@ -87,9 +90,18 @@ pages! {
     #[ignore = "long: make test-all"]
     add_replicas: "docs/how-to/add-replicas.md", ADD_REPLICAS;
     #[ignore = "long: make test-all"]
+    back_up: "docs/how-to/back-up.md", BACK_UP;
+    #[ignore = "long: make test-all"]
     migrate: "docs/how-to/migrate.md", MIGRATE;
     #[ignore = "long: make test-all"]
     roll_a_fleet: "docs/how-to/roll-a-fleet.md", ROLL_A_FLEET;
+    #[ignore = "long: make test-all"]
+    rdma: "docs/how-to/rdma.md", RDMA;
+    #[ignore = "long: make test-all"]
+    sentinel: "docs/how-to/sentinel.md", SENTINEL;
+    #[ignore = "long: make test-all"]
+    snapshot_file: "docs/how-to/snapshot-file.md", SNAPSHOT_FILE;
+    systemd: "docs/how-to/systemd.md", SYSTEMD;
 }
 
 const README: Scene = TWO_FAMILIES;
@@ -103,6 +115,100 @@ const ADD_REPLICAS: Scene = Scene {
     ],
     ..ALONE
 };
+
+/// A primary with a source beside it. A client writes two values, with some seconds between them.
+const BACK_UP: Scene = Scene {
+    hosts: &["10.0.0.5", "10.0.0.20"],
+    store: Some("10.0.0.20"),
+    before: &[
+        ("10.0.0.5", "up redis-server 10.0.0.5 6379"),
+        ("10.0.0.5", "remora load --server redis://10.0.0.5:6379 --keys 20 --value-size 1MiB"),
+        ("10.0.0.5", "mkdir /etc/remora && remora token new /etc/remora/token"),
+        (
+            "10.0.0.5",
+            "remora source --server redis://10.0.0.5:6379 --listen 10.0.0.5:7379 --token-file /etc/remora/token \
+             --tune-server --log-level warn &",
+        ),
+    ],
+    meanwhile: &[(
+        "remora restore",
+        "10.0.0.5",
+        "commands() {
+            remora restore s3://backups/orders --s3-endpoint https://minio:9000 \
+                --s3-credentials-file /etc/remora/s3-keys 2>&1 | sed -n 's/^commands *\\([0-9]*\\) .*/\\1/p'
+        }
+        # More often than the primary says PING meanwhile, which counts too.
+        for _ in {1..20}; do redis-cli -h 10.0.0.5 set greeting hello; done
+        until [[ $(commands) -ge 20 ]]; do sleep 1; done
+        before=$(commands); sleep 1.1; date -u +%Y-%m-%dT%H:%M:%SZ > moment; sleep 1.1
+        for _ in {1..20}; do redis-cli -h 10.0.0.5 set greeting overwritten; done
+        until [[ $(commands) -ge $((before + 20)) ]]; do sleep 1; done",
+    )],
+    values: &[
+        ("aws_access_key_id = …", "aws_access_key_id = the-id"),
+        ("aws_secret_access_key = …", "aws_secret_access_key = the-secret"),
+        ("2026-11-28T13:21:34Z", "$(cat moment)"),
+    ],
+    ..ALONE
+};
+
+/// Two hosts without cards, where all but the sync works over TCP.
+const RDMA: Scene = Scene {
+    hosts: &["10.0.0.5", "10.0.0.9"],
+    before: &[("10.0.0.5", "up redis-server 10.0.0.5 6379"), ("10.0.0.9", "up redis-server 10.0.0.9 6379")],
+    ..ALONE
+};
+
+/// A Sentinel of the group whose primary is 10.0.0.4. It is there when it knows the replica and the other two.
+const SENTINEL_STARTS: &str = "file=$(mktemp)
+    printf 'port 26379\nprotected-mode no\nsentinel monitor mymaster 10.0.0.4 6379 2\n' > $file
+    redis-server $file --sentinel --daemonize yes --logfile /dev/null";
+const SENTINEL_KNOWS: &str =
+    "until redis-cli -p 26379 info sentinel | grep -q 'slaves=1,sentinels=3'; do sleep 0.1; done";
+
+const SENTINEL: Scene = Scene {
+    hosts: &["10.0.0.9", "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.5"],
+    before: &[
+        ("10.0.0.4", "up redis-server 10.0.0.4 6379"),
+        ("10.0.0.4", "remora load --server redis://10.0.0.4:6379 --keys 20 --value-size 1MiB"),
+        ("10.0.0.5", "up redis-server 10.0.0.5 6379 --replicaof 10.0.0.4 6379"),
+        ("10.0.0.9", "up redis-server 10.0.0.9 6379"),
+        ("10.0.0.5", "remora ready --server redis://10.0.0.5:6379 --timeout 1m"),
+        ("10.0.0.1", SENTINEL_STARTS),
+        ("10.0.0.2", SENTINEL_STARTS),
+        ("10.0.0.3", SENTINEL_STARTS),
+        ("10.0.0.1", SENTINEL_KNOWS),
+        ("10.0.0.2", SENTINEL_KNOWS),
+        ("10.0.0.3", SENTINEL_KNOWS),
+        ("10.0.0.5", "remora token new token"),
+    ],
+    ..ALONE
+};
+
+/// A cluster of one node, with a source beside it. Its second half begins with the first half's server ended. Debian has
+/// the program that checks files for Redis alone.
+const SNAPSHOT_FILE: Scene = Scene {
+    hosts: &["10.0.0.9", "10.0.0.5"],
+    servers: &[Kind::Redis7],
+    before: &[
+        ("10.0.0.5", "up redis-server 10.0.0.5 6379 --cluster-enabled yes"),
+        ("10.0.0.5", "redis-cli -h 10.0.0.5 cluster addslotsrange 0 16383"),
+        ("10.0.0.5", "until redis-cli -h 10.0.0.5 cluster info | grep -q state:ok; do sleep 0.1; done"),
+        ("10.0.0.5", "remora load --server redis://10.0.0.5:6379 --keys 20 --value-size 1MiB"),
+        ("10.0.0.5", "remora token new token"),
+        (
+            "10.0.0.5",
+            "remora source --server redis://10.0.0.5:6379 --listen 10.0.0.5:7379 --token-file token --tune-server \
+             --log-level warn &",
+        ),
+        ("10.0.0.9", "printf 'protected-mode no\nsave \"\"\n' > /etc/redis.conf"),
+    ],
+    meanwhile: &[("--write-nodes-conf", "10.0.0.9", "redis-cli shutdown nosave; rm -r /data/*")],
+    ..ALONE
+};
+
+/// What needs no systemd.
+const SYSTEMD: Scene = Scene { servers: &[Kind::Redis7], ..ALONE };
 
 /// The restart is the operator's.
 const ROLL_A_FLEET: Scene = Scene {

@@ -14,6 +14,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -23,11 +24,13 @@ use std::time::Instant;
 
 use remora_lab::process::spawn;
 use remora_lab::server::wait_until;
+use remora_lab::tls::Authority;
 use remora_lab::{Host, Kind, Net, scratch};
 use tempfile::TempDir;
 
 use super::Scene;
 use super::page::{Block, Use, has};
+use crate::backup::bucket::Store;
 use crate::kit::LONG;
 
 /// The hosts of one page, and what has been said there.
@@ -40,6 +43,7 @@ pub(super) struct World {
     scripts: usize,
     /// What of [`Scene::meanwhile`] has happened.
     happened: BTreeSet<&'static str>,
+    store: Option<Store>,
     folder: TempDir,
     _net: Net,
 }
@@ -100,13 +104,34 @@ impl World {
             transcript: String::new(),
             scripts: 0,
             happened: BTreeSet::new(),
+            store: None,
             folder,
             _net: net,
         };
+        if let Some(address) = scene.store {
+            world.start_store(address);
+        }
         for (host, command) in scene.before {
             world.run(host, None, command).unwrap_or_else(|fault| world.fails(&fault));
         }
         world
+    }
+
+    /// Starts a store for objects on the host of this address, which is called `minio` and whose authority all hosts trust.
+    fn start_store(&mut self, address: &str) {
+        let authority = Authority::new(self.folder.path(), "authority").unwrap();
+        let tls = authority.sign("minio", &["minio"]).unwrap();
+        let etc = self.folder.path().join("root/etc");
+        let add = |name: &str, text: &str| {
+            let mut file = fs::OpenOptions::new().append(true).open(etc.join(name)).unwrap();
+            file.write_all(text.as_bytes()).unwrap();
+        };
+        add("hosts", &format!("{address} minio\n"));
+        add("ssl/certs/ca-certificates.crt", &fs::read_to_string(&authority.ca).unwrap());
+        let store = Store::start();
+        let host = self.shell(address).unwrap().host.clone();
+        store.serve_at(host.within(|| TcpListener::bind(format!("{address}:9000"))).unwrap().unwrap(), &tls);
+        self.store = Some(store);
     }
 
     /// Runs the blocks of a page, in order.
@@ -255,7 +280,7 @@ struct Shell {
     process: Child,
     input: ChildStdin,
     lines: Receiver<String>,
-    _host: Host,
+    host: Host,
 }
 
 /// Its beginning. `$0` is the folder that becomes the root.
@@ -303,7 +328,7 @@ impl Shell {
                 }
             }
         });
-        let mut shell = Shell { address: address.into(), process, input, lines, _host: host };
+        let mut shell = Shell { address: address.into(), process, input, lines, host };
         shell.ask(&format!("{WORDS}\nprintf '\\001%d\\n' $?")).unwrap_or_else(|said| panic!("{address}: {said}"));
         shell
     }
