@@ -1,7 +1,7 @@
 //! `remora plan`: what replicas of a primary need and cost, before an agent is started. It changes nothing, but some
 //! keys count as used (LRU, LFU).
 //!
-//! The figures are those of the agents: [`Shares`](crate::source::Shares) divides the source's memory, `Sinks` a
+//! The figures are those of the agents: [`Shares`] divides the source's memory, `Sinks` a
 //! replica's, `estimate` has the times, and the primary's own facts say whether a hand-off can be pinned.
 
 use std::time::{Duration, Instant};
