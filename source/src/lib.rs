@@ -7,25 +7,28 @@
 //!   server ══▶ capture threads ══▶ snapshot table, journal          (gauge: their figures, for the loop)
 //! ```
 //!
-//! - [`machine`] decides, without I/O. Start there.
-//! - [`capture`] speaks PSYNC with the server and fills the tables.
-//! - [`captured`] is the server that is captured, which Sentinels may name.
-//! - [`captures`] starts captures and handles their events; [`server_settings`] changes settings of the server for the
-//!   fork, and knows the limit of what the primary holds back for a source.
-//! - [`gauge`] holds the figures that the capture threads show while they run, and how fast the primary writes.
-//! - [`tables`] is the memory, and divides it between what this host and what others read. [`exports`] are the
-//!   transports that export it, and scratch memory for `remora probe`. [`compression`] decides how slots are compressed
+//! [`run`] is all that a program needs: it takes [`Options`] and serves until a signal. It connects to the server as
+//! one more replica, keeps the snapshot and the stream in memory that others read, and tells each replica what to read
+//! from where. It knows no command line.
+//!
+//! - [`machine`] decides, without I/O. Start there. [`topology`] decides which replica reads the snapshot from which
+//!   other one.
+//! - `capture` speaks PSYNC with the server and fills the tables. `captured` is the server that is captured, which
+//!   Sentinels may name. `captures` starts captures and handles their events; `server_settings` changes settings of the
+//!   server for the fork, and knows the limit of what the primary holds back for a source.
+//! - `gauge` holds the figures that the capture threads show while they run, and how fast the primary writes.
+//! - `tables` is the memory, and divides it between what this host and what others read ([`Shares`]). `exports` are the
+//!   transports that export it, and scratch memory for `remora probe`. `compression` decides how slots are compressed
 //!   for other hosts.
-//! - [`answers`] describes the primary, whether it continues a history, and what a replica would get; [`questions`]
-//!   bounds how often replicas make the source ask it; [`status`](mod@status) is for `remora status`, Prometheus and
-//!   probes. [`ahead`] estimates how long the snapshot will be.
-//! - [`preparation`] checks the limit of open descriptors, and touches the memory before the first snapshot, while the
+//! - `answers` describes the primary, whether it continues a history, and what a replica would get; `questions` bounds
+//!   how often replicas make the source ask it; `status` is for `remora status`, Prometheus and probes. `ahead`
+//!   estimates how long the snapshot will be.
+//! - `preparation` checks the limit of open descriptors, and touches the memory before the first snapshot, while the
 //!   port is open.
-//! - [`service_manager`] has the service manager keep a snapshot for the next process, and takes a port that it keeps
+//! - `service_manager` has the service manager keep a snapshot for the next process, and takes a port that it keeps
 //!   open.
-//! - [`topology`] decides which replica reads the snapshot from which other one.
-//! - `conversation::listener` tells control connections from data lanes on the source's one port.
 //! - This file connects them and performs the machine's actions.
+#![forbid(unsafe_code)]
 
 mod ahead;
 mod answers;

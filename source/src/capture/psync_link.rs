@@ -485,7 +485,7 @@ impl Socket {
         }
     }
 
-    /// Writes all bytes. A write that makes no progress fails after [`WRITE_LIMIT`].
+    /// Writes all bytes. A write that makes no progress fails after `WRITE_LIMIT`.
     pub fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
         match &mut self.link {
             Link::Plain(socket) => {

@@ -15,15 +15,15 @@
 //!
 //! When the primary's history changes, the stream of the old history ends. Replicas that are still reading slots begin
 //! again. Replicas that have all slots keep the journal until they have applied it, and then go to the primary
-//! ([`Ending`]). After that the next snapshot may begin.
+//! (`Ending`). After that the next snapshot may begin.
 //!
-//! Invariant, restored by [`Machine::settle`] after every event: *no replica waits while a snapshot could serve it or
-//! could be begun for it* (but for its turn, [`turns`]), and *a slot is reused only after every replica it was promised
+//! Invariant, restored by `settle` after every event: *no replica waits while a snapshot could serve it or
+//! could be begun for it* (but for its turn, `turns`), and *a slot is reused only after every replica it was promised
 //! to has received it*. The tests in `replay.rs` check both after every event of random runs.
 //!
 //! One thread decides for all replicas, and a replica reports its progress up to 20 times a second. So a report costs
 //! the same however many replicas there are, unless it changes more than the replica's position
-//! ([`Machine::progress`]). Time and the tables' readings take effect at the next [`Event::Tick`], which looks at every
+//! (`Machine::progress`). Time and the tables' readings take effect at the next [`Event::Tick`], which looks at every
 //! replica.
 // Larger than the bound: all decisions about snapshots and replicas stand in one place.
 

@@ -13,7 +13,7 @@
 //! - Following `from` from any replica ends at the source: there are no rings.
 //! - No replica reads from a peer that does not serve, is silent, is barred for it by an accusation ([`Witness`]),
 //!   was lost to this reader, no longer holds the slot that the reader needs next, or holds less than the reader.
-//! - No replica has more than [`MAX_READERS`] readers.
+//! - No replica has more than `MAX_READERS` readers.
 //! - A replica that could read from a peer does not read from the source, unless it began there, or it left a slow
 //!   peer.
 //!
