@@ -220,6 +220,11 @@ pub struct ClusterMigrateArgs {
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "The nodes")]
     pub stalled_after: Duration,
 
+    /// How long a cluster that is not well is waited for before the plan is refused: a slot moves, a fail-over is under
+    /// way, or nodes have not heard of each other yet, for which they take up to half a cluster-node-timeout.
+    #[arg(long, value_name = "TIME", default_value = "20s", value_parser = parse_duration, help_heading = "The nodes")]
+    pub well_within: Duration,
+
     /// Print what was done as one JSON object.
     #[arg(long, help_heading = "Output")]
     pub json: bool,

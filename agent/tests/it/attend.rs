@@ -274,7 +274,7 @@ fn a_server_whose_agent_is_killed_takes_a_native_sync_within_seconds() {
             } else if phase == "attending" {
                 server.replicate(&scene.primary).unwrap();
             }
-            in_step(&server, Duration::from_secs(30), &agent);
+            in_step(&server, LONG, &agent);
             println!("{kind}, {phase}: in step {:.1} s after the kill", killed.elapsed().as_secs_f64());
             assert_same_data(&scene.primary, &server);
         }

@@ -78,7 +78,7 @@ fn a_plain_messenger_asks_a_source_and_is_answered() {
     let connection = messenger.connect(&Address::Tcp(source.address));
     for _ in 0..3 {
         connection.send(encoded(&Words::StatusQuery)).unwrap();
-        let Words::Status(report) = answered.recv_timeout(Duration::from_secs(20)).unwrap() else {
+        let Words::Status(report) = answered.recv_timeout(LONG).unwrap() else {
             panic!("another answer");
         };
         assert_eq!((report.replicas.len(), report.generation), (0, None));

@@ -440,7 +440,7 @@ fn stopped_while_it_arrives_it_leaves_nothing_behind_and_the_source_knows() {
     mounted.signal(Signal::INT).unwrap();
     assert_eq!(waits.wait().unwrap().code(), Some(1));
     says(&ends(&mut mounted, 0), &["SIGINT"]);
-    wait_until("the source to forget it", Duration::from_secs(2), || {
+    wait_until("the source to forget it", LONG, || {
         let status = scene.source.status();
         let is_gone = status["replicas"].as_array().unwrap().is_empty();
         Ok(if is_gone { Ok(()) } else { Err(status.to_string()) })

@@ -392,8 +392,6 @@ struct Recording {
     file: PathBuf,
 }
 
-const PATIENCE: Duration = Duration::from_secs(30);
-
 impl Recording {
     fn start(host: &Host, stage: &Stage) -> Recording {
         let file = stage.folder().join(format!("{}.pcap", host.name()));
@@ -402,14 +400,14 @@ impl Recording {
         tcpdump.args(["-i", "eth0", "-s", "0", "-B", "65536", "-Z", "root", "-w"]).arg(&file);
         host.enter(&mut tcpdump).unwrap();
         let mut tcpdump = Agent::run(tcpdump).unwrap();
-        tcpdump.wait_for_line("listening on", PATIENCE).unwrap();
+        tcpdump.wait_for_line("listening on", LONG).unwrap();
         Recording { tcpdump, file }
     }
 
     /// Ends the recording, and returns its bytes.
     fn stop(mut self) -> Vec<u8> {
         self.tcpdump.signal(Signal::INT).unwrap();
-        self.tcpdump.wait_for_success(PATIENCE).unwrap();
+        self.tcpdump.wait_for_success(LONG).unwrap();
         let said = self.tcpdump.output();
         assert!(said.contains("\n0 packets dropped by kernel"), "{said}");
         std::fs::read(&self.file).unwrap()

@@ -4,7 +4,6 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::time::Duration;
 
 use remora_lab::server::wait_until;
 use remora_lab::tls::{self, Authority, Tls};
@@ -149,7 +148,7 @@ fn an_agent_that_is_killed_or_stopped_leaves_the_server_to_its_primary_and_the_n
                 agent.wait(LONG).unwrap();
             }
             load_slowly(&server, 0);
-            in_step(&server, Duration::from_secs(30), &agent);
+            in_step(&server, LONG, &agent);
             assert_same_data(&scene.primary, &server);
         }
         let full = number(&scene.primary, "sync_full");
@@ -337,7 +336,7 @@ fn a_server_that_refuses_the_certificate_goes_to_its_primary_unread() {
     let link = ["--link-cert", &cert, "--link-key", &key];
     let agent = scene.attend_with(&server, &[scene.primary.tls_port().unwrap()], &link);
     certificates.replicate(&scene, &server);
-    in_step(&server, Duration::from_secs(30), &agent);
+    in_step(&server, LONG, &agent);
     says(&agent.output(), &["the server does not take us for its primary", "--link-cert", "passed on unread"]);
     assert_same_data(&scene.primary, &server);
     assert_eq!(syncs(&scene.primary).0, 1, "the server's own");

@@ -16,6 +16,8 @@ use remora_agent::server::{
 use remora_lab::{Server as RealServer, Tls, require};
 use remora_redis::resp::Frame;
 
+use crate::kit::LONG;
+
 fn server(url: &str) -> Server {
     server_as(url, Credentials::default(), &TlsOptions::default())
 }
@@ -94,7 +96,7 @@ async fn the_stream_handed_over_is_a_blocking_socket_of_the_same_connection() {
     assert!(rest.is_empty() && matches!(stream, Stream::Tcp(_)));
     let Raw::Socket(socket) = stream.raw().unwrap() else { panic!("a plain connection has a plain socket") };
     let mut socket = std::net::TcpStream::from(socket);
-    socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    socket.set_read_timeout(Some(LONG)).unwrap();
     socket.write_all(b"PING\r\n").unwrap();
     let mut answer = [0; 7];
     socket.read_exact(&mut answer).unwrap();
@@ -167,7 +169,8 @@ async fn a_command_with_a_limit_of_its_own_outlasts_that_of_the_connection() {
     let real = RealServer::start(kind).unwrap();
     let mut client = server(&real.url()).connect().await.unwrap();
     client.set_timeout(Duration::from_millis(200));
-    client.command_within(Duration::from_secs(60), &["DEBUG", "SLEEP", "1"]).await.unwrap();
+    client.command_within(LONG, &["DEBUG", "SLEEP", "1"]).await.unwrap();
+    client.set_timeout(LONG);
     client.command(&["PING"]).await.unwrap();
     assert!(client.is_usable());
 }

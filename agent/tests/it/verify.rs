@@ -11,9 +11,6 @@ use remora_lab::{Agent, Client, Kind, Server, Workload, fill_every_type, require
 
 use crate::kit::{LONG, Stage, built_module, fill, number};
 
-/// Far above the time that replication on one host needs.
-const PATIENCE: Duration = Duration::from_secs(30);
-
 fn verify(primary: &Server, replica: &Server, more: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
     command.args(["verify", "--quiet", "--primary", &primary.url(), "--replica", &replica.url()]);
@@ -35,7 +32,7 @@ fn replicated(kind: Kind) -> (Server, Server) {
     fill_every_type(&mut primary.client().unwrap(), 7).unwrap();
     let replica = Server::builder(kind).config("replica-read-only", "no").start().unwrap();
     replica.replicate(&primary).unwrap();
-    replica.wait_for_link(PATIENCE).unwrap();
+    replica.wait_for_link(LONG).unwrap();
     (primary, replica)
 }
 
@@ -421,7 +418,7 @@ fn the_acl_rules_of_the_help_page_suffice() {
         let mut one = primary.client().unwrap();
         fill_every_type(&mut one, 3).unwrap();
         replica.replicate(&primary).unwrap();
-        replica.wait_for_link(PATIENCE).unwrap();
+        replica.wait_for_link(LONG).unwrap();
         for digest in ["auto", "never"] {
             let output = Command::new(env!("CARGO_BIN_EXE_remora"))
                 .args(["verify", "--quiet", "--json", "--primary", &primary.url(), "--replica", &replica.url()])
@@ -451,7 +448,7 @@ fn a_server_is_not_compared_with_itself() {
 fn wait_for(mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
-        assert!(begun.elapsed() < PATIENCE, "waited too long");
+        assert!(begun.elapsed() < LONG, "waited too long");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

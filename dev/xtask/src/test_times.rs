@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::process::Command;
 
 use quick_xml::Reader;
 use quick_xml::events::{BytesStart, Event};
 use remora_bench::sync::Result;
+use serde_json::json;
 
 /// Rows of the table of tests.
 const LONGEST: usize = 20;
@@ -19,9 +20,20 @@ pub(crate) struct Options {
     #[arg(required = true)]
     reports: Vec<PathBuf>,
 
-    /// A file to which a line is added: the time in seconds since 1970, processors, tests, and the seconds of all.
+    /// A file to which a line of JSON is added: when, which commit, on how many processors, and the seconds of each step
+    /// and of each program's tests.
     #[arg(long, value_name = "FILE")]
     keep: Option<PathBuf>,
+
+    /// A step of the whole run and its seconds, for that line.
+    #[arg(long = "step", value_name = "NAME=SECONDS", value_parser = step)]
+    steps: Vec<(String, u64)>,
+}
+
+fn step(text: &str) -> std::result::Result<(String, u64), String> {
+    let (name, seconds) = text.rsplit_once('=').ok_or("a step is NAME=SECONDS")?;
+    let seconds = seconds.parse().map_err(|_| format!("{seconds:?} is not a number of seconds"))?;
+    Ok((name.to_owned(), seconds))
 }
 
 /// Prints the tables.
@@ -34,10 +46,20 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     }
     print!("{}", report.tables());
     let Some(keep) = &options.keep else { return Ok(()) };
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs());
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let told = |program: &str, args: &[&str]| -> Option<String> {
+        let output = Command::new(program).args(args).output().ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let line = json!({
+        "date": told("date", &["--utc", "+%FT%TZ"]),
+        "commit": told("git", &["describe", "--always", "--dirty"]),
+        "processors": std::thread::available_parallelism().map_or(1, usize::from),
+        "steps": options.steps.iter().cloned().collect::<BTreeMap<_, _>>(),
+        "tests": report.0.len(),
+        "test_seconds": report.programs().into_iter().map(|(name, (_, seconds))| (name, seconds.round())).collect::<BTreeMap<_, _>>(),
+    });
     let mut file = fs::OpenOptions::new().create(true).append(true).open(keep)?;
-    writeln!(file, "{now}\t{processors}\t{}\t{:.0}", report.0.len(), report.seconds())?;
+    writeln!(file, "{line}")?;
     Ok(())
 }
 
@@ -78,13 +100,18 @@ impl Report {
         self.0.iter().map(|test| test.seconds).sum()
     }
 
-    fn tables(&self) -> String {
+    /// The number of each program's tests, and their seconds together.
+    fn programs(&self) -> BTreeMap<&str, (usize, f64)> {
         let mut programs: BTreeMap<&str, (usize, f64)> = BTreeMap::new();
         for test in &self.0 {
             let of = programs.entry(&test.program).or_default();
             *of = (of.0 + 1, of.1 + test.seconds);
         }
-        let mut programs: Vec<_> = programs.into_iter().collect();
+        programs
+    }
+
+    fn tables(&self) -> String {
+        let mut programs: Vec<_> = self.programs().into_iter().collect();
         programs.sort_by(|(_, (_, a)), (_, (_, b))| b.total_cmp(a));
         let mut longest: Vec<&Test> = self.0.iter().collect();
         longest.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
@@ -123,6 +150,25 @@ mod tests {
         assert!(at("3.0       1  b\n") < at("1.8       2  a::it\n"));
         assert!(at("4.8       3  all\n") < at("3.0  b three\n"));
         assert!(at("3.0  b three\n") < at("1.5  a::it one\n") && at("a::it one") < at("0.2  a::it two\n"));
+    }
+
+    #[test]
+    fn a_kept_line_says_what_each_step_and_each_program_took() {
+        let folder = tempfile::tempdir().unwrap();
+        let (report, keep) = (folder.path().join("junit.xml"), folder.path().join("times.jsonl"));
+        fs::write(&report, r#"<testcase name="one" classname="a::it" time="1.5"/>"#).unwrap();
+        for seconds in [7, 8] {
+            let steps = vec![step(&format!("long tests={seconds}")).unwrap()];
+            run(&Options { reports: vec![report.clone()], keep: Some(keep.clone()), steps }).unwrap();
+        }
+        let kept = fs::read_to_string(&keep).unwrap();
+        let lines: Vec<serde_json::Value> = kept.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(
+            lines.iter().map(|line| line["steps"]["long tests"].as_u64()).collect::<Vec<_>>(),
+            [Some(7), Some(8)]
+        );
+        assert_eq!((&lines[0]["tests"], &lines[0]["test_seconds"]["a::it"]), (&json!(1), &json!(2.0)), "{kept}");
+        assert!(step("tests").is_err() && step("tests=x").is_err());
     }
 
     #[test]

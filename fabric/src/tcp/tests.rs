@@ -90,7 +90,7 @@ proptest! {
         while completions.len() < reads.len() {
             let accepted = peer.post_read(left).unwrap();
             left = &left[accepted..];
-            peer.wait(Duration::from_secs(5)).unwrap();
+            peer.wait(LONG).unwrap();
             peer.poll(&mut completions).unwrap();
         }
         for completion in completions {
@@ -157,7 +157,7 @@ fn a_source_that_never_answers_is_given_up() {
     let source = FakeSource::new(|mut stream| while stream.read(&mut [0; 64]).unwrap_or(0) > 0 {});
     let began = Instant::now();
     assert!(matches!(source.connect().err(), Some(Error::TimedOut { .. })));
-    assert!(began.elapsed() < Duration::from_secs(3));
+    assert!(began.elapsed() < LONG);
 }
 
 #[test]
@@ -176,14 +176,12 @@ fn garbage_instead_of_a_hello_is_answered_once_and_closed() {
 fn a_slow_hello_is_closed_at_the_time_out() {
     let world = World::new(quick());
     let mut stream = TcpStream::connect(world.address).unwrap();
-    let began = Instant::now();
     // Each byte arrives well within the time-out; all of them together do not.
     let sent = LANE_MAGIC.iter().cycle().take_while(|byte| {
         thread::sleep(Duration::from_millis(50));
         stream.write_all(&[**byte]).is_ok()
     });
     assert!(sent.count() < Tcp::HELLO_BYTES);
-    assert!(began.elapsed() < Duration::from_secs(4));
     world.wait_for_lanes(0);
 }
 
@@ -279,7 +277,7 @@ fn a_revoked_region_is_told_to_an_idle_reader_and_to_a_busy_one() {
     world.exporter.revoke(ID);
     let completions = drain(&mut busy, 16);
     assert_eq!(completions.last().unwrap().result, Err(ReadError::Denied(Denial::Revoked)));
-    assert!(wait_readable(idle.arm(), Duration::from_secs(5)).unwrap());
+    assert!(wait_readable(idle.arm(), LONG).unwrap());
     assert!(matches!(idle.poll(&mut Vec::new()), Err(Error::Retired(ReadError::Denied(Denial::Revoked)))));
     world.wait_for_lanes(0);
 }
@@ -289,7 +287,7 @@ fn a_silent_source_is_detected_by_a_caller_that_only_sleeps_on_the_descriptor() 
     let source = FakeSource::welcoming(|mut stream| while stream.read(&mut [0; 64]).unwrap_or(0) > 0 {});
     let mut peer = source.connect().unwrap();
     peer.post_read(&[read(1, 0, 1, 0)]).unwrap();
-    assert!(wait_readable(peer.arm(), Duration::from_secs(5)).unwrap());
+    assert!(wait_readable(peer.arm(), LONG).unwrap());
     assert_eq!(drain(&mut peer, 1), [Completion { tag: 1, result: Err(ReadError::TimedOut) }]);
     assert!(matches!(peer.post_read(&[read(2, 0, 1, 0)]), Err(Error::Retired(ReadError::TimedOut))));
 }
@@ -300,7 +298,7 @@ fn a_timer_that_has_gone_off_in_peace_falls_silent_again() {
     let mut peer = world.connect().unwrap();
     peer.post_read(&[read(1, 0, 1, 0)]).unwrap();
     drain(&mut peer, 1);
-    assert!(wait_readable(peer.arm(), Duration::from_secs(5)).unwrap(), "the stall timer of the read before");
+    assert!(wait_readable(peer.arm(), LONG).unwrap(), "the stall timer of the read before");
     assert_eq!(peer.poll(&mut Vec::new()).unwrap(), 0);
     assert!(!wait_readable(peer.arm(), Duration::from_millis(10)).unwrap());
 }
@@ -364,7 +362,7 @@ fn dropping_the_exporter_does_not_wait_for_readers() {
     let began = Instant::now();
     let World { exporter, .. } = world;
     drop(exporter);
-    assert!(began.elapsed() < Duration::from_secs(1));
+    assert!(began.elapsed() < LONG);
 }
 
 #[test]
@@ -404,18 +402,18 @@ fn all_lanes_together_get_no_more_than_the_rate() {
 
 #[test]
 fn the_pacer_delays_neither_small_reads_nor_the_end_of_the_exporter() {
-    // Each reservation takes four seconds.
-    let world = World::new(TcpOptions { upload: fixed(1 << 10), ..quick() });
+    // Each reservation takes a minute.
+    let world = World::new(TcpOptions { upload: fixed(1 << 6), ..quick() });
     let (mut peer, mut other) = (world.connect().unwrap(), world.connect().unwrap());
     peer.post_read(&[read(1, 0, 1 << 20, 0)]).unwrap();
     thread::sleep(Duration::from_millis(20));
     let began = Instant::now();
     other.post_read(&[read(2, 77, 4096, 7 << 20), read(3, 99, 4096, 6 << 20)]).unwrap();
     drain(&mut other, 2);
-    assert!(began.elapsed() < Duration::from_secs(1), "small reads waited for a large one");
+    assert!(began.elapsed() < LONG, "small reads waited for a large one");
     let began = Instant::now();
     drop(world.exporter);
-    assert!(began.elapsed() < Duration::from_secs(1));
+    assert!(began.elapsed() < LONG);
 }
 
 #[test]
@@ -446,6 +444,9 @@ fn fixed(rate: u64) -> UploadRate {
     UploadRate::Fixed(NonZeroU64::new(rate).unwrap())
 }
 
+/// Longer than anything here takes on a busy machine, and much shorter than what must not be waited for.
+const LONG: Duration = Duration::from_secs(20);
+
 /// Time-outs that are short enough for tests.
 fn quick() -> TcpOptions {
     TcpOptions {
@@ -467,7 +468,7 @@ fn read(tag: u64, offset: u64, length: u32, sink_offset: u64) -> ReadRequest {
 
 /// Polls until `count` completions have come.
 fn drain(peer: &mut dyn Peer, count: usize) -> Vec<Completion> {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + LONG;
     let mut completions = Vec::new();
     while completions.len() < count {
         assert!(Instant::now() < deadline, "only {} of {count} reads have completed", completions.len());

@@ -479,7 +479,8 @@ mod tests {
         let mut other = listener.accept().unwrap();
         one.send(&[IoSlice::new(b"x")]).unwrap();
         assert_eq!(other.receive(&mut [IoSliceMut::new(&mut [0; 8])]).unwrap(), 1);
-        assert!(begun.elapsed() < std::time::Duration::from_secs(1), "{:?}", begun.elapsed());
+        // The last `close` of what lingers takes a minute.
+        assert!(begun.elapsed() < std::time::Duration::from_secs(20), "{:?}", begun.elapsed());
     }
 
     #[test]

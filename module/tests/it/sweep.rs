@@ -47,7 +47,9 @@ fn snapshot(mut socket: UnixStream) -> Option<Vec<u8>> {
 }
 
 fn with_backlog(kind: Kind) -> (Server, Server) {
-    let server = Server::builder(kind).module("").unwrap().start().unwrap();
+    // By default a primary waits five seconds for more replicas before it begins a copy.
+    let quick = Server::builder(kind).config("repl-diskless-sync-delay", 0);
+    let server = quick.module("").unwrap().start().unwrap();
     let replica = Server::start(kind).unwrap();
     replica.replicate(&server).unwrap();
     replica.wait_for_link(LONG).unwrap();
@@ -150,11 +152,13 @@ fn equals_its_twin(kind: Kind, seed: u64) {
 
 #[test]
 fn what_is_swept_is_what_a_twin_had_at_that_moment() {
-    for kind in require::kinds() {
-        for seed in [41, 42] {
-            equals_its_twin(kind, seed);
-        }
-    }
+    require::kinds().into_iter().for_each(|kind| equals_its_twin(kind, 41));
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn what_is_swept_of_other_data_is_what_a_twin_had_at_that_moment() {
+    require::kinds().into_iter().for_each(|kind| equals_its_twin(kind, 42));
 }
 
 #[test]

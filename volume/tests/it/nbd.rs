@@ -315,7 +315,8 @@ fn a_device_ends_although_its_volume_waits() {
     let Served { remotes, server, folder } = served;
     let began = Instant::now();
     drop(server);
-    assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
+    // The servers would hang for ever.
+    assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
     client.join().unwrap();
     drop((remotes, folder));
 }

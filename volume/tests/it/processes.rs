@@ -232,11 +232,15 @@ fn a_read_at_a_server_that_hangs_takes_the_time_limit_and_not_longer() {
         servers.servers[number].process.signal(Signal::STOP).unwrap();
         let began = Instant::now();
         checker.check(&volume);
-        assert!(began.elapsed() < options.copy_limit + Duration::from_secs(1), "{:?}", began.elapsed());
+        // Without the limit it would wait until the server goes on, which is later.
+        assert!(began.elapsed() < options.copy_limit + BUSY, "{:?}", began.elapsed());
         servers.servers[number].process.signal(Signal::CONT).unwrap();
         all_are_whole(&volume, &mut checker);
     }
 }
+
+/// How much later than its limit a call may end on a busy machine.
+const BUSY: Duration = Duration::from_secs(30);
 
 /// The replaced writer is cut off from nothing: it still reaches every server.
 #[test]

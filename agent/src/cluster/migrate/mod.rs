@@ -41,10 +41,6 @@ use crate::verify;
 /// How long the work may wait, for whatever reasons, before it ends. A fail-over takes a few seconds, gossip one.
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
 
-/// The same, before the plan is shown: a command that was ended in the middle of a fail-over, or after a node has
-/// joined, is started again. Nodes hear of each other within half a `cluster-node-timeout`, 7.5 s by default.
-const START_LIMIT: Duration = Duration::from_secs(20);
-
 /// How often it is looked.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 
@@ -139,13 +135,14 @@ impl<'a> Migration<'a> {
             (Goal { to: Side::New, forget: true }, Some(first)) => named.at(&first.host, first.port),
             _ => named,
         };
-        let until = Instant::now() + START_LIMIT;
+        // A command that was ended in the middle of a fail-over, or after a node has joined, is started again.
+        let began = Instant::now();
         let (newcomers, survey, seen) = loop {
             let survey = Survey::take(&server).await?;
             let newcomers = newcomers(args, &server, &survey).await?;
             let look = look(&server, &newcomers, goal.to == Side::New && !goal.forget).await?;
             match &look.seen.trouble {
-                Some(problem) if Instant::now() >= until => {
+                Some(problem) if began.elapsed() >= args.well_within => {
                     return Err(Failure::refused(format!("the cluster is not well: {problem}")));
                 }
                 Some(problem) => tracing::debug!("{problem}; looking again"),

@@ -185,7 +185,7 @@ fn a_lossy_cable_loses_and_a_mended_one_does_not() {
     assert!((0..40).any(lost), "nothing was retransmitted");
 
     there.lossy(Loss::default()).unwrap();
-    assert!(reach());
+    wait_until("a connection over the mended cable", SOON, || Ok(reach().then_some(()).ok_or("none".into()))).unwrap();
 }
 
 /// `Tcp: … RetransSegs …` of /proc/net/snmp: a line of names, a line of figures.
