@@ -35,6 +35,8 @@ pub struct Later<R> {
 pub(crate) struct Asked {
     /// Its number.
     pub(crate) unique: u64,
+    /// The thread that waits; 0 if it is not known here.
+    pub(crate) process: u32,
     /// Bytes of the answer, at most, without its head.
     pub(crate) most: usize,
 }
@@ -93,7 +95,7 @@ impl Takes for Box<dyn LaterReplier> {
 
 impl<T: Takes> Owed<T> {
     fn give(mut self, result: Result<impl Reply, Errno>) {
-        let Asked { unique, most } = self.asked;
+        let Asked { unique, most, .. } = self.asked;
         match (self.to.take(), result) {
             (Some(to), Ok(reply)) => reply.pieces(|pieces| to.take(unique, checked(pieces, most))),
             (Some(to), Err(errno)) => to.take(unique, Err(errno)),
@@ -177,6 +179,11 @@ impl<R: Reply> Later<R> {
         self.owed.asked.unique
     }
 
+    /// The thread that waits for it; 0 if it is not visible here.
+    pub fn process(&self) -> u32 {
+        self.owed.asked.process
+    }
+
     /// As [`Answer::give`].
     pub fn give(self, reply: R) {
         self.owed.give(Ok(reply));
@@ -246,7 +253,7 @@ impl Later<Data> {
 
     /// This number of bytes is at the place's start, at most as many as were asked for. Nothing writes there any more.
     pub fn landed(mut self, length: usize) {
-        let Asked { unique, most } = self.owed.asked;
+        let Asked { unique, most, .. } = self.owed.asked;
         match self.owed.to.take() {
             Some(replier) if length <= most => replier.landed(unique, length),
             Some(replier) => replier.reply(unique, Err(WRONG_LENGTH)),

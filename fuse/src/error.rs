@@ -27,6 +27,17 @@ pub enum StartError {
         directory: PathBuf,
     },
 
+    /// A file system of the same kind is mounted there, and served.
+    #[error(
+        "{directory} has a file system of this kind that is served by another process: unmount it first \
+         (`umount {directory}`), or give another directory",
+        directory = .directory.display()
+    )]
+    Taken {
+        /// What was given.
+        directory: PathBuf,
+    },
+
     /// The kernel's device cannot be opened.
     #[error("cannot open {DEVICE}: {0}; load the kernel's module `fuse`, or let the container have the device")]
     Device(io::Error),

@@ -188,7 +188,8 @@ pub trait FileSystem: Send + Sync {
     }
 
     /// A signal waits for the process that made the request of this number. The file system may fail it with
-    /// `EINTR`, or answer it as ever. It may have been answered already, or come only now.
+    /// `EINTR`, or answer it as ever. It may have been answered already, or come only now. [`crate::Waits`] tells
+    /// signals that end the process from others.
     fn interrupt(&self, unique: u64) {
         let _ = unique;
     }
@@ -206,7 +207,7 @@ pub(crate) fn request(
     parsed: Result<Request<'_>, Errno>,
     replier: &mut dyn Replier,
 ) {
-    let unique = header.unique;
+    let (unique, of) = (header.unique, asked_by(header));
     let request = match parsed {
         Ok(request) => request,
         Err(errno) => {
@@ -215,38 +216,38 @@ pub(crate) fn request(
         }
     };
     match request {
-        Request::Lookup(asked) => file_system.lookup(asked, short(unique, replier)),
+        Request::Lookup(asked) => file_system.lookup(asked, short(of, replier)),
         Request::Forget(all) => all.iter().for_each(|(node, lookups)| file_system.forget(*node, *lookups)),
-        Request::GetAttributes(asked) => file_system.get_attributes(asked, short(unique, replier)),
-        Request::SetAttributes(asked) => file_system.set_attributes(asked, short(unique, replier)),
+        Request::GetAttributes(asked) => file_system.get_attributes(asked, short(of, replier)),
+        Request::SetAttributes(asked) => file_system.set_attributes(asked, short(of, replier)),
         Request::ReadLink(node) => {
-            let asked = Asked { unique, most: MOST_TARGET_BYTES - 1 };
+            let asked = Asked { most: MOST_TARGET_BYTES - 1, ..of };
             file_system.read_link(node, Answer::new(asked, replier));
         }
-        Request::Symlink(asked) => file_system.symlink(asked, short(unique, replier)),
-        Request::MakeNode(asked) => file_system.make_node(asked, short(unique, replier)),
-        Request::MakeDirectory(asked) => file_system.make_directory(asked, short(unique, replier)),
-        Request::Unlink(asked) => file_system.unlink(asked, short(unique, replier)),
-        Request::RemoveDirectory(asked) => file_system.remove_directory(asked, short(unique, replier)),
-        Request::Rename(asked) => file_system.rename(asked, short(unique, replier)),
-        Request::Link(asked) => file_system.link(asked, short(unique, replier)),
-        Request::Create(asked) => file_system.create(asked, short(unique, replier)),
-        Request::Open(asked) => file_system.open(asked, short(unique, replier)),
-        Request::Read(asked) => file_system.read(asked, long(unique, asked.size, replier)),
+        Request::Symlink(asked) => file_system.symlink(asked, short(of, replier)),
+        Request::MakeNode(asked) => file_system.make_node(asked, short(of, replier)),
+        Request::MakeDirectory(asked) => file_system.make_directory(asked, short(of, replier)),
+        Request::Unlink(asked) => file_system.unlink(asked, short(of, replier)),
+        Request::RemoveDirectory(asked) => file_system.remove_directory(asked, short(of, replier)),
+        Request::Rename(asked) => file_system.rename(asked, short(of, replier)),
+        Request::Link(asked) => file_system.link(asked, short(of, replier)),
+        Request::Create(asked) => file_system.create(asked, short(of, replier)),
+        Request::Open(asked) => file_system.open(asked, short(of, replier)),
+        Request::Read(asked) => file_system.read(asked, long(of, asked.size, replier)),
         Request::Write(_) => replier.reply(unique, Err(Errno::INVAL)),
-        Request::Flush(asked) => file_system.flush(asked, short(unique, replier)),
-        Request::Release(asked) => file_system.release(asked, short(unique, replier)),
-        Request::Fsync(asked) => file_system.fsync(asked, short(unique, replier)),
-        Request::OpenDirectory(asked) => file_system.open_directory(asked, short(unique, replier)),
-        Request::ReadDirectory(asked) => file_system.read_directory(asked, long(unique, asked.size, replier)),
+        Request::Flush(asked) => file_system.flush(asked, short(of, replier)),
+        Request::Release(asked) => file_system.release(asked, short(of, replier)),
+        Request::Fsync(asked) => file_system.fsync(asked, short(of, replier)),
+        Request::OpenDirectory(asked) => file_system.open_directory(asked, short(of, replier)),
+        Request::ReadDirectory(asked) => file_system.read_directory(asked, long(of, asked.size, replier)),
         Request::ReadDirectoryPlus(asked) => {
-            file_system.read_directory_plus(asked, long(unique, asked.size, replier));
+            file_system.read_directory_plus(asked, long(of, asked.size, replier));
         }
-        Request::ReleaseDirectory(asked) => file_system.release_directory(asked, short(unique, replier)),
-        Request::FsyncDirectory(asked) => file_system.fsync_directory(asked, short(unique, replier)),
-        Request::Statistics(node) => file_system.statistics(node, short(unique, replier)),
-        Request::Allocate(asked) => file_system.allocate(asked, short(unique, replier)),
-        Request::Seek(asked) => file_system.seek(asked, short(unique, replier)),
+        Request::ReleaseDirectory(asked) => file_system.release_directory(asked, short(of, replier)),
+        Request::FsyncDirectory(asked) => file_system.fsync_directory(asked, short(of, replier)),
+        Request::Statistics(node) => file_system.statistics(node, short(of, replier)),
+        Request::Allocate(asked) => file_system.allocate(asked, short(of, replier)),
+        Request::Seek(asked) => file_system.seek(asked, short(of, replier)),
         Request::Interrupt(unique) => file_system.interrupt(unique),
         // The session says it when it ends, which is always.
         Request::Destroy => replier.reply(unique, Ok(&[])),
@@ -263,15 +264,19 @@ pub(crate) fn write(
 ) {
     let WriteFields { node, handle, offset, is_from_cache, flags, .. } = fields;
     let asked = Write { node, handle, offset, data, is_from_cache, flags };
-    file_system.write(asked, short(header.unique, replier));
+    file_system.write(asked, short(asked_by(header), replier));
+}
+
+fn asked_by(header: &InHeader) -> Asked {
+    Asked { unique: header.unique, process: header.pid, most: usize::MAX }
 }
 
 /// An answer of a length that its kind bounds.
-fn short<R: Reply>(unique: u64, replier: &mut dyn Replier) -> Answer<'_, R> {
-    Answer::new(Asked { unique, most: usize::MAX }, replier)
+fn short<R: Reply>(asked: Asked, replier: &mut dyn Replier) -> Answer<'_, R> {
+    Answer::new(asked, replier)
 }
 
 /// An answer of at most as many bytes as were asked for.
-fn long<R: Reply>(unique: u64, size: u32, replier: &mut dyn Replier) -> Answer<'_, R> {
-    Answer::new(Asked { unique, most: size as usize }, replier)
+fn long<R: Reply>(asked: Asked, size: u32, replier: &mut dyn Replier) -> Answer<'_, R> {
+    Answer::new(Asked { most: size as usize, ..asked }, replier)
 }

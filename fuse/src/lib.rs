@@ -11,7 +11,8 @@
 //! - [`abi`]: the numbers of the protocol. [`request`]: what the kernel asks, typed and checked. [`reply`]: what
 //!   answers say, and their bytes.
 //! - [`file_system`]: what is asked of a file system, and which request calls what. **Start here.** [`answer`]: how it
-//!   answers, in the caller's thread or later from any other, and where the bytes of writes and reads are.
+//!   answers, in the caller's thread or later from any other, and where the bytes of writes and reads are. [`waits`]:
+//!   processes that are killed while they wait for an answer.
 //! - `negotiation`: what both ends can do.
 //!
 //! What carries it, two sisters:
@@ -45,6 +46,7 @@ pub mod reply;
 pub mod request;
 mod ring;
 pub mod session;
+pub mod waits;
 
 pub use rustix::io::Errno;
 
@@ -55,3 +57,4 @@ pub use error::{EndError, StartError};
 pub use file_system::FileSystem;
 pub use mount::MountOptions;
 pub use session::{Session, SessionOptions, Transport};
+pub use waits::{Waiter, Waits};

@@ -134,7 +134,7 @@ fn is_plain(byte: u8) -> bool {
 }
 
 /// Whether a file system could be mounted at a directory, as far as this can be known without doing so: for a caller
-/// that must end another one before it mounts.
+/// that must end another one before it mounts. Where one of the same subtype is served, it could not.
 ///
 /// # Errors
 /// [`StartError`].
@@ -144,7 +144,13 @@ pub fn check(directory: &Path, options: &MountOptions) -> Result<(), StartError>
     }
     rustix::fs::open(DEVICE, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
         .map_err(|errno| StartError::Device(errno.into()))?;
-    look(directory, &options.subtype).map(drop)
+    let Found::Directory(found) = look(directory, &options.subtype)? else { return Ok(()) };
+    let line = Line::of(&found).map_err(|source| StartError::Directory { directory: directory.to_owned(), source })?;
+    match line {
+        // It would be hidden, and seem to be replaced.
+        Some(line) if line.kind == format!("fuse.{}", options.subtype) => Err(StartError::Taken { directory: found }),
+        _ => Ok(()),
+    }
 }
 
 /// Whether this process has the capability to mount, as far as the system says it.

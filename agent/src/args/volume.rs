@@ -62,7 +62,7 @@ pub struct WriterArgs {
     pub take_over: bool,
 
     /// How long a server may leave a question unanswered before the volume goes on without it.
-    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_copy_timeout)]
     pub copy_timeout: Duration,
 
     #[command(flatten)]
@@ -267,7 +267,7 @@ pub struct RepairArgs {
     pub take_over: bool,
 
     /// How long a server may leave a question unanswered before it is tried again.
-    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = parse_copy_timeout)]
     pub copy_timeout: Duration,
 
     /// How long no copy may get any further before the command gives up.
@@ -394,6 +394,18 @@ pub struct WaysArgs {
     /// on other hosts they need `--security none` and `--plaintext-network`.
     #[arg(long, value_name = "HOW", default_value = "inline", help_heading = "Ways")]
     pub writes: Writes,
+}
+
+/// The least `--copy-timeout`: a server that answers sooner is not late, whatever else its host does meanwhile.
+const LEAST_COPY_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// How long a server may leave a question unanswered.
+fn parse_copy_timeout(text: &str) -> Result<Duration, String> {
+    let time = parse_duration(text).map_err(|error| error.to_string())?;
+    let is_long = time >= LEAST_COPY_TIMEOUT;
+    is_long
+        .then_some(time)
+        .ok_or_else(|| format!("at least {LEAST_COPY_TIMEOUT:?}: no server answers sooner than that"))
 }
 
 const ABOUT: &str = "\

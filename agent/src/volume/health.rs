@@ -75,6 +75,7 @@ pub(super) fn status(args: &VolumeStatusArgs) -> Result<(), Failure> {
     let statuses = Volume::statuses(shape, &servers, &options);
     let statuses = statuses.map_err(|error| Failure::local(error.to_string()))?;
     let remember = statuses.iter().flatten().filter(|status| status.standing.remembers()).count();
+    let empty = statuses.iter().flatten().filter(|status| status.standing.state == State::Empty).count();
     let report = Report {
         id: shape.volume().to_string(),
         bytes: shape.blocks() * BLOCK_BYTES as u64,
@@ -89,9 +90,19 @@ pub(super) fn status(args: &VolumeStatusArgs) -> Result<(), Failure> {
     let needed = shape.copies().promises();
     if remember < needed {
         let text = format!("{remember} servers that hold the volume answer, and {needed} are needed to open it");
-        return Err(Failure::new(Code::Volume, text));
+        let failure = Failure::new(Code::Volume, text);
+        return Err(if empty > 0 { failure.and(&lost(empty, names.len())) } else { failure });
     }
     told
+}
+
+/// What servers without a copy mean for a volume that cannot be opened.
+fn lost(empty: usize, all: usize) -> String {
+    let rest = match all - empty {
+        0 => "no server has a copy any more, so what the volume held is gone: remove it, and create another one",
+        _ => "what the volume holds is at the others, which must come back with their copies",
+    };
+    format!("{empty} of {all} servers are empty: without --store a server's copy ends with its process; {rest}")
 }
 
 fn copy(server: String, status: Result<Status, String>) -> Copy {

@@ -158,11 +158,16 @@ const ELSEWHERE: &str = "; servers on other hosts are read with --reads anywhere
 
 // Failure: how a volume ended, or why it is not open, and what to do.
 
+/// What may have happened to servers, and where it is seen.
+const TOO_FEW: &str = "; `remora volume status` shows each server: one that does not answer may come back, and one that is \
+    `empty` was started again without its copy";
+
 /// The end of a command for a volume with this name.
 pub(super) fn failure(name: &str, error: &Error) -> Failure {
     let (code, cure) = match error {
         Error::Ended(End::Fenced { .. }) => (Code::Replaced, ""),
         Error::InUse { .. } => (Code::InUse, "; --take-over replaces it at once"),
+        Error::Ended(End::TooFew { .. }) => (Code::Volume, TOO_FEW),
         _ => (Code::Volume, ""),
     };
     Failure::new(code, format!("the volume {name}: {error}{cure}"))

@@ -63,6 +63,7 @@ mod versions;
 mod volume;
 mod volume_full;
 mod volume_hosts;
+mod volume_killed;
 mod volume_mount;
 mod volume_order;
 mod waits;

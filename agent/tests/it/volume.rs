@@ -156,6 +156,13 @@ fn a_volume_is_made_written_taken_over_and_shown_by_commands() {
     scene.servers[2].kill().unwrap();
     says(&scene.end(&["status", &file], 10), &["1 servers that hold the volume answer, and 2 are needed"]);
     says(&scene.end(&["nbd", &file, "--socket", &two, "--copy-timeout", "4s"], 10), &[&file, "2 are needed"]);
+
+    // All run again, without their memory: nothing is left, and that is said.
+    scene.servers[0].kill().unwrap();
+    let again: Vec<_> = scene.addresses.iter().map(|address| scene.serve(address)).collect();
+    says(&scene.end(&["status", &file], 10), &["3 of 3 servers are empty", "what the volume held is gone"]);
+    says(&scene.end(&["nbd", &file, "--socket", &two], 10), &["2 are needed", "remora volume status", "empty"]);
+    drop(again);
 }
 
 #[test]
@@ -237,6 +244,8 @@ fn what_cannot_be_a_volume_is_refused_before_anything_is_made() {
     let token = scene.stage.token.display().to_string();
     says(&scene.end(&["status", &token], 3), &["does not describe a volume"]);
     says(&scene.end(&["nbd", &file, "--listen", "0.0.0.0:0"], 3), &["0.0.0.0:0 is not loopback"]);
+    says(&scene.end(&["nbd", &file, "--copy-timeout", "0s"], 2), &["--copy-timeout", "at least 100ms"]);
+    says(&scene.end(&["repair", &file, "--copy-timeout", "99ms"], 2), &["--copy-timeout", "at least 100ms"]);
 }
 
 // `remora volume`: scrub, repair, grow, remove, and what status shows of them.

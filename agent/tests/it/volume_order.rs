@@ -47,6 +47,11 @@ fn a_mistake_that_can_be_seen_before_does_not_end_the_healthy_writer() {
     let cases: &[(&str, &[&str], &[&str])] = &[
         ("a directory that is missing", &["mount", &file, &nothing], &[&nothing, "existing directory"]),
         ("a file for a directory", &["mount", &file, &file], &[&file, "existing directory"]),
+        (
+            "a directory where its files are mounted",
+            &["mount", &file, &directory.0],
+            &[&directory.0, "unmount it first"],
+        ),
         ("an image over files", &["mount", &file, &two, "--image"], &["has files", "goes on"]),
         ("a metrics port in use", &["mount", &file, &two, "--metrics", &taken], &[&taken]),
         ("a port in use", &["nbd", &file, "--listen", &taken], &[&taken]),
@@ -65,6 +70,9 @@ fn a_mistake_that_can_be_seen_before_does_not_end_the_healthy_writer() {
         says(&failed.output(), expected);
         lives(what);
     }
+    // A second mount would hide the first one, also one for reading.
+    says(&scene.end(&["mount", &file, &directory.0, "--read-only"], 8), &[&directory.0, "unmount it first"]);
+    lives("another mount for reading");
     // Not root. It can read what it needs.
     for (path, mode) in [(scene.stage.folder(), 0o755), (Path::new(&file), 0o644)] {
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use remora_fuse::answer::{Answer, Later};
 use remora_fuse::memory::MemoryFileSystem;
-use remora_fuse::reply::{Entry, KnownAttributes};
-use remora_fuse::request::{GetAttributes, Lookup};
-use remora_fuse::{EndError, Errno, FileSystem, MountOptions, Session, SessionOptions, StartError};
+use remora_fuse::reply::{Created, Done, Entry, KnownAttributes, Reply};
+use remora_fuse::request::{Close, Create, GetAttributes, Lookup};
+use remora_fuse::{EndError, Errno, FileSystem, MountOptions, Session, SessionOptions, StartError, Waits};
 use remora_lab::{require, scratch};
 
 use crate::late::Elsewhere;
@@ -191,6 +191,86 @@ fn a_killed_process_can_be_freed_by_an_interrupt() {
         until("it is interrupted", || !file_system.interrupted.lock().unwrap().is_empty());
         process.wait().unwrap();
         assert!(file_system.kept.lock().unwrap().is_empty());
+    });
+}
+
+/// Names are not answered, and files are not closed, before their process is killed.
+struct Waiting {
+    waits: Waits,
+    kept: Mutex<Vec<Box<dyn std::any::Any + Send>>>,
+    given_up: Arc<AtomicUsize>,
+    interrupted: AtomicUsize,
+    files: MemoryFileSystem,
+}
+
+impl Waiting {
+    fn keep<R: Reply + 'static>(&self, answer: Answer<'_, R>) {
+        let given_up = Arc::clone(&self.given_up);
+        let waiter = self.waits.wait(answer.later(), move || _ = given_up.fetch_add(1, Ordering::Relaxed));
+        self.kept.lock().unwrap().push(Box::new(waiter));
+    }
+}
+
+impl FileSystem for Waiting {
+    fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
+        match asked.name {
+            b"later" => self.keep(answer),
+            _ => self.files.lookup(asked, answer),
+        }
+    }
+
+    fn flush(&self, _: Close, answer: Answer<'_, Done>) {
+        self.keep(answer);
+    }
+
+    fn get_attributes(&self, asked: GetAttributes, answer: Answer<'_, KnownAttributes>) {
+        self.files.get_attributes(asked, answer);
+    }
+
+    fn create(&self, asked: Create<'_>, answer: Answer<'_, Created>) {
+        self.files.create(asked, answer);
+    }
+
+    fn interrupt(&self, _: u64) {
+        self.waits.interrupt();
+        self.interrupted.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Handles a signal, and is ended by another one in a call that does not return: a name is asked for, or a file closed.
+const HANDLES: &str = "
+import os, signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: None)
+fd = os.open(sys.argv[1] + '/' + sys.argv[2], os.O_CREAT | os.O_WRONLY) if sys.argv[2] != 'later' else None
+if fd is None: os.stat(sys.argv[1] + '/later')
+os.kill(os.getpid(), signal.SIGTERM) if sys.argv[2] == 'ends' else os.close(fd)
+";
+
+#[test]
+fn a_process_that_is_killed_while_it_waits_ends_and_one_that_handles_a_signal_waits_on() {
+    by_each_transport(|options| {
+        let (kept, given_up) = (Mutex::default(), Arc::<AtomicUsize>::default());
+        let files = MemoryFileSystem::new(VALID);
+        let (waits, interrupted) = (Waits::new().unwrap(), AtomicUsize::new(0));
+        let waiting = Arc::new(Waiting { waits, kept, given_up, interrupted, files });
+        let mounted = Mounted::with(Arc::clone(&waiting) as Arc<dyn FileSystem>, options);
+        let given_up = || waiting.given_up.load(Ordering::Relaxed);
+        // The last one is ended by itself, and its file is closed for it.
+        for (number, call) in ["later", "closes", "ends"].into_iter().enumerate() {
+            let mut command = Command::new("python3");
+            let mut process = command.args(["-c", HANDLES]).arg(mounted.at()).arg(call).spawn().unwrap();
+            until("it is asked", || waiting.kept.lock().unwrap().len() == number + 1);
+            if call != "ends" {
+                let id = rustix::process::Pid::from_child(&process);
+                rustix::process::kill_process(id, rustix::process::Signal::USR1).unwrap();
+                until("the file system is told", || waiting.interrupted.load(Ordering::Relaxed) > number);
+                assert_eq!(given_up(), number, "a signal that is handled ends nothing");
+                process.kill().unwrap();
+            }
+            until("it has ended", || process.try_wait().unwrap().is_some());
+            assert_eq!(given_up(), number + 1);
+        }
+        waiting.kept.lock().unwrap().clear();
     });
 }
 

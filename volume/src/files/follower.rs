@@ -19,16 +19,21 @@
 //!
 //! Threads read side by side. The names are locked while they are asked or changed, and not while anything is fetched.
 //!
+//! A file that was removed is read for as long as no other file has a cluster of it, if its blocks are no newer than a
+//! moment at which it was there: long writes reach their blocks before the names tell whose they are.
+//!
 //! What is seen may be not acknowledged yet. If its writer dies, the next one may undo it. Then the history of the copy
 //! is another one, and all names are read again.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::FilesError;
 use super::parts::{Piece, blocks_of, clusters_of, pieces};
 use crate::message::State;
+#[cfg(test)]
+use crate::mutant::Mutant;
 use crate::names::layout::{Geometry, Head};
 use crate::names::log::Malformed;
 use crate::names::{Attr, Listed, NamesError, Run, Usage, View};
@@ -108,6 +113,7 @@ pub struct Follower {
     begun: AtomicU64,
     /// The last write that was seen to be applied.
     applied: AtomicU64,
+    began: Instant,
 }
 
 /// Names that were read.
@@ -143,14 +149,16 @@ struct Place {
     runs: Vec<Run>,
     geometry: Geometry,
     history: Generation,
+    /// Of a file that was removed: a moment at which it was there.
     through: Version,
+    is_removed: bool,
 }
 
 impl Place {
     /// Whether bytes that were read by this place are the file's if it is there now. A file that has become longer
     /// still has these blocks.
     fn is_still(&self, now: &Place) -> bool {
-        now.runs == self.runs && now.size >= self.size && now.history == self.history
+        !now.is_removed && now.runs == self.runs && now.size >= self.size && now.history == self.history
     }
 }
 
@@ -162,7 +170,8 @@ impl Follower {
     pub fn open(blocks: Box<dyn Blocks>) -> Result<Follower, FilesError> {
         let applied = AtomicU64::new(Version::NONE.word());
         let names = RwLock::new(load(&*blocks, &applied)?);
-        Ok(Follower { blocks, names, looks: Mutex::default(), begun: AtomicU64::new(0), applied })
+        let (looks, begun) = (Mutex::default(), AtomicU64::new(0));
+        Ok(Follower { blocks, names, looks, begun, applied, began: Instant::now() })
     }
 
     /// Reads what has changed. Returns whether anything has.
@@ -186,6 +195,10 @@ impl Follower {
 
     fn look(&self, looks: &mut Looks) -> Result<bool, FilesError> {
         let number = self.begun.fetch_add(1, Ordering::AcqRel) + 1;
+        let mut names = write(&self.names);
+        let moment = names.through.word();
+        names.view.tick(self.began.elapsed().as_millis() as u64, moment); // five hundred million years fit
+        drop(names);
         let looked = match follow(&*self.blocks, &self.names, &self.applied) {
             Ok(has_changed) => Ok(has_changed),
             Err(Stop::Error(error)) => Err(error),
@@ -264,6 +277,9 @@ impl Follower {
                 newest = newest.max(seen.newest);
             }
             let is_good = is_of_one_history && newest <= before.through || {
+                if before.is_removed {
+                    return Err(NamesError::Stale(ino).into());
+                }
                 self.look_after()?;
                 before.is_still(&self.place_of(ino, &asked)?) && is_of_one_history
             };
@@ -280,7 +296,11 @@ impl Follower {
     fn place_of(&self, ino: u64, bytes: &std::ops::Range<u64>) -> Result<Place, NamesError> {
         let Names { view, history, through } = &*self.names();
         let (size, runs) = view.file(ino, clusters_of(&blocks_of(bytes)))?;
-        Ok(Place { size, runs, geometry: view.head().geometry, history: *history, through: *through })
+        let removed = view.removed_after(ino).map(|moment| Version::from_word(moment).unwrap_or(Version::NONE));
+        #[cfg(test)]
+        let removed = removed.map(|moment| if Mutant::RemovedIsThere.is_active() { *through } else { moment });
+        let (through, is_removed) = (removed.unwrap_or(*through), removed.is_some());
+        Ok(Place { size, runs, geometry: view.head().geometry, history: *history, through, is_removed })
     }
 }
 
@@ -296,7 +316,7 @@ fn write(names: &RwLock<Names>) -> RwLockWriteGuard<'_, Names> {
 fn load(blocks: &dyn Blocks, applied: &AtomicU64) -> Result<Names, FilesError> {
     for _ in 0..TRIES {
         let loaded = read_head(blocks, applied).and_then(|(head, history)| {
-            let names = RwLock::new(Names { view: View::new(head), history, through: Version::NONE });
+            let names = RwLock::new(Names { view: View::new(head).keeping_removed(), history, through: Version::NONE });
             follow(blocks, &names, applied)?;
             Ok(names.into_inner().unwrap_or_else(PoisonError::into_inner))
         });
@@ -312,6 +332,8 @@ fn load(blocks: &dyn Blocks, applied: &AtomicU64) -> Result<Names, FilesError> {
 /// Reads up to the end of the log, and goes on behind images that were made meanwhile. Returns whether there was
 /// anything. One thread at a time.
 fn follow(blocks: &dyn Blocks, names: &RwLock<Names>, applied: &AtomicU64) -> Result<bool, Stop> {
+    // What is applied now: everything up to there is in the log that is read after this.
+    read_head(blocks, applied)?;
     let through = Version::from_word(applied.load(Ordering::Acquire)).unwrap_or(Version::NONE);
     let mut has_changed = false;
     for _ in 0..TRIES {

@@ -6,11 +6,14 @@ use std::sync::Weak;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use remora_fuse::reply::{
-    Attributes, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, Opened, Reply, Statistics,
-    Timestamp, Written,
+    Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, Opened, Reply,
+    Statistics, Timestamp, Written,
 };
-use remora_fuse::request::{Allocate, Fsync, GetAttributes, Lookup, Open, Read, ReadDirectory, SetAttributes, Write};
-use remora_fuse::{Answer, Errno, FileSystem, Later, ROOT};
+use remora_fuse::request::{
+    Allocate, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, Open, Read, ReadDirectory, Remove,
+    Rename, SetAttributes, Symlink, Write,
+};
+use remora_fuse::{Answer, Errno, FileSystem, ROOT, Waiter, Waits};
 
 use super::{KEEP_SIZE, PUNCH_HOLE, ZERO_RANGE, say};
 use crate::files::{FilesError, Image};
@@ -23,19 +26,20 @@ pub(super) struct ServedImage {
     owner: (u32, u32),
     /// When it was mounted: it has no other times.
     since: Duration,
+    waits: Waits,
 }
 
 impl ServedImage {
-    pub(super) fn new(image: Weak<Image>, size: u64) -> ServedImage {
+    pub(super) fn new(image: Weak<Image>, size: u64, waits: Waits) -> ServedImage {
         let owner = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        ServedImage { image, size, owner, since }
+        ServedImage { image, size, owner, since, waits }
     }
 
-    /// Answers when the volume does.
-    fn later<R: Reply>(&self, answer: Answer<'_, R>, ask: impl FnOnce(&Image, Later<R>)) {
+    /// Answers when the volume does, unless the process is killed before.
+    fn later<R: Reply + 'static>(&self, answer: Answer<'_, R>, ask: impl FnOnce(&Image, Waiter<R>)) {
         match self.image.upgrade() {
-            Some(image) => ask(&image, answer.later()),
+            Some(image) => ask(&image, self.waits.wait(answer.later(), || {})),
             None => answer.fail(Errno::IO),
         }
     }
@@ -68,7 +72,27 @@ impl ServedImage {
     }
 }
 
+/// Requests that would change the directory, which has this one file.
+macro_rules! refused {
+    ($($method:ident($asked:ty) -> $reply:ty;)*) => {$(
+        fn $method(&self, _: $asked, answer: Answer<'_, $reply>) {
+            answer.fail(Errno::PERM);
+        }
+    )*};
+}
+
 impl FileSystem for ServedImage {
+    refused! {
+        symlink(Symlink<'_>) -> Entry;
+        make_node(MakeNode<'_>) -> Entry;
+        make_directory(MakeDirectory<'_>) -> Entry;
+        link(Link<'_>) -> Entry;
+        create(Create<'_>) -> Created;
+        unlink(Remove<'_>) -> Done;
+        remove_directory(Remove<'_>) -> Done;
+        rename(Rename<'_>) -> Done;
+    }
+
     fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
         let node = match (asked.parent, asked.name) {
             (ROOT, name) if name == NAME => Ok(FILE),
@@ -104,7 +128,7 @@ impl FileSystem for ServedImage {
 
     fn read(&self, asked: Read, answer: Answer<'_, Data>) {
         self.later(answer, |image, later| {
-            image.read(asked.offset, asked.size, |read| say(later, read.map(Data)));
+            image.read(asked.offset, asked.size, |read| _ = say(later, read.map(Data)));
         });
     }
 
@@ -113,12 +137,12 @@ impl FileSystem for ServedImage {
         self.later(answer, |image, later| {
             let data = data.into_bytes();
             let written = Written(u32::try_from(data.len()).unwrap_or(u32::MAX));
-            image.write(offset, data, move |result| say(later, result.map(|()| written)));
+            image.write(offset, data, move |result| _ = say(later, result.map(|()| written)));
         });
     }
 
     fn fsync(&self, _: Fsync, answer: Answer<'_, Done>) {
-        self.later(answer, |image, later| image.flush(|result| say(later, result.map(|()| Done))));
+        self.later(answer, |image, later| image.flush(|result| _ = say(later, result.map(|()| Done))));
     }
 
     fn allocate(&self, asked: Allocate, answer: Answer<'_, Done>) {
@@ -131,7 +155,7 @@ impl FileSystem for ServedImage {
             _ => return answer.fail(Errno::OPNOTSUPP),
         }
         self.later(answer, |image, later| {
-            image.zero(offset, length, |result: Result<(), FilesError>| say(later, result.map(|()| Done)));
+            image.zero(offset, length, |result: Result<(), FilesError>| _ = say(later, result.map(|()| Done)));
         });
     }
 
@@ -146,6 +170,10 @@ impl FileSystem for ServedImage {
             }
         }
         answer.give(listing);
+    }
+
+    fn interrupt(&self, _: u64) {
+        self.waits.interrupt();
     }
 
     fn statistics(&self, _: u64, answer: Answer<'_, Statistics>) {

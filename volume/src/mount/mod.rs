@@ -10,7 +10,8 @@
 //! What a process writes is answered when it has its space in the volume and is on its way there. So `write(2)` itself
 //! says `ENOSPC`, and the kernel keeps no writes that the volume may refuse, but for those of mapped memory.
 //!
-//! When the volume has ended, requests fail with `EIO`.
+//! When the volume has ended, requests fail with `EIO`. A process that is killed while its request waits for servers
+//! ends at once; what it had asked for is carried out all the same.
 //!
 //! In reading order: the mount, what is mounted and how it ends, which files are open and what the kernel must forget,
 //! and what both sides call things. `read_only`: the same files on a host that does not write. `image`: all of a volume
@@ -36,7 +37,8 @@ use remora_fuse::request::{
     Read, ReadDirectory, Remove, Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
 };
 use remora_fuse::{
-    Answer, EndError, Errno, FileSystem, Later, MountOptions, Notifier, Session, SessionOptions, StartError, Transport,
+    Answer, EndError, Errno, FileSystem, MountOptions, Notifier, Session, SessionOptions, StartError, Transport,
+    Waiter, Waits,
 };
 
 use crate::client::Volume;
@@ -65,15 +67,16 @@ impl MountedFiles {
         options: &SessionOptions,
     ) -> Result<MountedFiles, MountError> {
         let files = Arc::new(Files::open_ahead(volume, ahead)?);
-        let (refused, are_refused) = mpsc::channel();
-        let uses = Uses::new(refused);
-        let served = Arc::new(Served { files: Arc::downgrade(&files), answers_ahead: ahead > 0, uses });
+        let (stale, are_stale) = mpsc::channel();
+        let (uses, waits) = (Uses::new(stale), Waits::new().map_err(MountError::Thread)?);
+        let served = Arc::new(Served { files: Arc::downgrade(&files), answers_ahead: ahead > 0, uses, waits });
+        let known = Arc::downgrade(&files);
         let options = SessionOptions { lists_attributes: true, write_back: false, ..options.clone() };
         let mut mounted = Mounted { session: None, contents: Some(files), forgetting: None };
         let session = mounted.session.insert(Session::start(directory, served, &options)?);
         let notifier = session.notifier();
-        let thread = std::thread::Builder::new().name("volume-refused".into());
-        let forgetting = thread.spawn(move || forget_refused(&are_refused, &notifier));
+        let thread = std::thread::Builder::new().name("volume-forget".into());
+        let forgetting = thread.spawn(move || set_right(&are_stale, &notifier, &known));
         mounted.forgetting = Some(forgetting.map_err(MountError::Thread)?);
         Ok(mounted)
     }
@@ -86,7 +89,8 @@ impl MountedImage {
     /// [`MountError`].
     pub fn mount(volume: Arc<Volume>, directory: &Path, options: &SessionOptions) -> Result<MountedImage, MountError> {
         let image = Arc::new(Image::open(volume)?);
-        let served = Arc::new(ServedImage::new(Arc::downgrade(&image), image.size()));
+        let waits = Waits::new().map_err(MountError::Thread)?;
+        let served = Arc::new(ServedImage::new(Arc::downgrade(&image), image.size(), waits));
         let session = Session::start(directory, served, options)?;
         Ok(Mounted { session: Some(session), contents: Some(image), forgetting: None })
     }
@@ -117,6 +121,7 @@ struct Served {
     /// Writes are answered when they are on their way.
     answers_ahead: bool,
     uses: Uses,
+    waits: Waits,
 }
 
 impl Served {
@@ -129,10 +134,20 @@ impl Served {
         answer.result(self.files().and_then(|files| ask(&files).map_err(|error| error.errno())));
     }
 
-    /// Answers when the volume does.
-    fn later<R: Reply>(&self, answer: Answer<'_, R>, ask: impl FnOnce(&Files, Later<R>)) {
+    /// Answers when the volume does. If the process is killed before, it does not wait for that. The change is carried
+    /// out all the same, and the kernel must ask again about what it does not know then.
+    fn later<R: Reply + 'static>(
+        &self,
+        answer: Answer<'_, R>,
+        unknown: impl IntoIterator<Item = Stale> + Send + 'static,
+        ask: impl FnOnce(&Files, Waiter<R>),
+    ) {
         match self.files() {
-            Ok(files) => ask(&files, answer.later()),
+            Ok(files) => {
+                let uses = self.uses.clone();
+                let given_up = move || unknown.into_iter().for_each(|stale| uses.is_stale(stale));
+                ask(&files, self.waits.wait(answer.later(), given_up));
+            }
             Err(errno) => answer.fail(errno),
         }
     }
@@ -141,9 +156,12 @@ impl Served {
     fn change(
         &self,
         answer: Answer<'_, Done>,
+        unknown: impl IntoIterator<Item = Stale> + Send + 'static,
         ask: impl FnOnce(&Files, Box<dyn FnOnce(Result<(), FilesError>) + Send>),
     ) {
-        self.later(answer, |files, later| ask(files, Box::new(|result| say(later, result.map(|()| Done)))));
+        self.later(answer, unknown, |files, waiter| {
+            ask(files, Box::new(|result| _ = say(waiter, result.map(|()| Done))));
+        });
     }
 
     /// How a file is open. A close waits for what was answered early.
@@ -152,9 +170,19 @@ impl Served {
     }
 
     fn make(&self, (parent, name): (u64, &[u8]), new: New, answer: Answer<'_, Entry>) {
-        self.later(answer, |files, later| {
-            files.create(parent, name, new, true, |made| say(later, made.map(|attr| entry(&attr, VALID))));
+        self.later(answer, [Stale::Attributes(parent)], |files, waiter| {
+            files.create(parent, name, new, true, self.known(waiter));
         });
+    }
+
+    /// What is told of an inode that is held for it. The kernel does not know it if the process was killed meanwhile.
+    fn known(&self, waiter: Waiter<Entry>) -> impl FnOnce(Result<Attr, FilesError>) + Send + 'static + use<> {
+        let uses = self.uses.clone();
+        move |held| {
+            let made = held.as_ref().ok().map(|attr| attr.ino);
+            let is_told = say(waiter, held.map(|attr| entry(&attr, VALID)));
+            made.filter(|_| !is_told).into_iter().for_each(|ino| uses.is_stale(Stale::Unknown(ino)));
+        }
     }
 
     /// Changes attributes, and then answers with all of them.
@@ -218,8 +246,9 @@ impl FileSystem for Served {
             accessed: asked.accessed.map(time_to_set),
             modified: asked.modified.map(time_to_set),
         };
-        self.later(answer, |files, later| {
-            self.set(files, (asked.node, asked.size), set, |result| say(later, result.map(|attr| known(&attr, VALID))));
+        self.later(answer, NOTHING, |files, waiter| {
+            let tell = |result: Result<Attr, FilesError>| _ = say(waiter, result.map(|attr| known(&attr, VALID)));
+            self.set(files, (asked.node, asked.size), set, tell);
         });
     }
 
@@ -251,11 +280,13 @@ impl FileSystem for Served {
     }
 
     fn unlink(&self, asked: Remove<'_>, answer: Answer<'_, Done>) {
-        self.change(answer, |files, done| files.unlink(asked.parent, asked.name, done));
+        let unknown = [Stale::Attributes(asked.parent)];
+        self.change(answer, unknown, |files, done| files.unlink(asked.parent, asked.name, done));
     }
 
     fn remove_directory(&self, asked: Remove<'_>, answer: Answer<'_, Done>) {
-        self.change(answer, |files, done| files.rmdir(asked.parent, asked.name, done));
+        let unknown = [Stale::Attributes(asked.parent)];
+        self.change(answer, unknown, |files, done| files.rmdir(asked.parent, asked.name, done));
     }
 
     fn rename(&self, asked: Rename<'_>, answer: Answer<'_, Done>) {
@@ -265,15 +296,15 @@ impl FileSystem for Served {
             RenameHow::Exchange => names::Rename::Exchange,
         };
         let (from, to) = ((asked.parent, asked.name), (asked.new_parent, asked.new_name));
-        self.change(answer, |files, done| files.rename(from, to, how, done));
+        let unknown = [Stale::Attributes(asked.parent), Stale::Attributes(asked.new_parent)];
+        self.change(answer, unknown, |files, done| files.rename(from, to, how, done));
     }
 
     fn link(&self, asked: Link<'_>, answer: Answer<'_, Entry>) {
-        self.later(answer, |files, later| {
+        self.later(answer, [Stale::Attributes(asked.parent)], |files, waiter| {
             // The kernel knows it once more.
             let hold = |files: &Files, attr: Attr| files.hold(attr.ino);
-            let then = |held: Result<Attr, FilesError>| say(later, held.map(|attr| entry(&attr, VALID)));
-            files.link(asked.node, asked.parent, asked.name, self.afterwards(asked.node, hold, then));
+            files.link(asked.node, asked.parent, asked.name, self.afterwards(asked.node, hold, self.known(waiter)));
         });
     }
 
@@ -281,41 +312,46 @@ impl FileSystem for Served {
         let Create { parent, name, caller, permissions, flags } = asked;
         let new = New { kind: NewKind::File, mode: mode(permissions), uid: caller.uid, gid: caller.gid };
         let (how, uses) = (self.opened(flags), self.uses.clone());
-        let opened = move |attr: &Attr| {
-            uses.opened(attr.ino);
-            Created { entry: entry(attr, VALID), opened: how }
-        };
-        self.later(answer, |files, later| {
+        self.later(answer, [Stale::Attributes(parent)], |files, waiter| {
+            let tell = move |held: Result<Attr, FilesError>| {
+                let opened = held.as_ref().ok().map(|attr| attr.ino);
+                opened.into_iter().for_each(|ino| uses.opened(ino));
+                if !say(waiter, held.map(|attr| Created { entry: entry(&attr, VALID), opened: how })) {
+                    opened.into_iter().for_each(|ino| uses.is_stale(Stale::Unopened(ino)));
+                }
+            };
             // The kernel has looked before. Another name can have come since then only by this kernel itself.
             match files.lookup(parent, name).and_then(|found| files.hold(found.ino)) {
                 Ok(found) if flags.is_exclusive() => {
                     files.release(found.ino, 1);
-                    later.fail(Errno::EXIST);
+                    tell(Err(names::NamesError::Exists.into()));
                 }
                 Ok(found) if flags.truncates() => {
-                    let set = names::SetAttributes::default();
-                    self.set(files, (found.ino, Some(0)), set, move |result| {
-                        say(later, result.map(|attr| opened(&attr)));
-                    });
+                    self.set(files, (found.ino, Some(0)), names::SetAttributes::default(), tell);
                 }
-                Ok(found) => later.give(opened(&found)),
-                Err(_) => files.create(parent, name, new, true, move |made| say(later, made.map(|attr| opened(&attr)))),
+                Ok(found) => tell(Ok(found)),
+                Err(_) => files.create(parent, name, new, true, tell),
             }
         });
     }
 
     fn open(&self, asked: Open, answer: Answer<'_, Opened>) {
         let (how, uses) = (self.opened(asked.flags), self.uses.clone());
-        let opened = move || {
-            uses.opened(asked.node);
-            how
-        };
         if !asked.flags.truncates() {
-            return answer.give(opened());
+            uses.opened(asked.node);
+            return answer.give(how);
         }
-        self.later(answer, |files, later| {
-            let set = names::SetAttributes::default();
-            self.set(files, (asked.node, Some(0)), set, move |result| say(later, result.map(|_| opened())));
+        self.later(answer, [Stale::Content(asked.node)], |files, waiter| {
+            let tell = move |result: Result<Attr, FilesError>| {
+                let is_opened = result.is_ok();
+                if is_opened {
+                    uses.opened(asked.node);
+                }
+                if !say(waiter, result.map(|_| how)) && is_opened {
+                    uses.closed(asked.node);
+                }
+            };
+            self.set(files, (asked.node, Some(0)), names::SetAttributes::default(), tell);
         });
     }
 
@@ -327,41 +363,44 @@ impl FileSystem for Served {
         files.read(asked.node, asked.offset, asked.size, move |read| {
             let mut meeting = meeting.lock().unwrap_or_else(PoisonError::into_inner);
             match std::mem::replace(&mut *meeting, Meeting::Neither) {
-                Meeting::Asked(later) => say(later, read.map(Data)),
+                Meeting::Asked(waiter) => _ = say(waiter, read.map(Data)),
                 _ => *meeting = Meeting::Read(read),
             }
         });
         let mut met = met.lock().unwrap_or_else(PoisonError::into_inner);
         match std::mem::replace(&mut *met, Meeting::Neither) {
             Meeting::Read(read) => answer.result(read.map(Data).map_err(|error| error.errno())),
-            _ => *met = Meeting::Asked(answer.later()),
+            _ => *met = Meeting::Asked(self.waits.wait(answer.later(), || {})),
         }
     }
 
     fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
         let Write { node, offset, data, is_from_cache, flags, .. } = asked;
         let waits = !self.answers_ahead || flags.is_direct() || flags.is_synchronous();
-        let uses = self.uses.clone();
-        self.later(answer, |files, later| {
-            let data = data.into_bytes();
-            let written = Written(u32::try_from(data.len()).unwrap_or(u32::MAX));
-            let done = move |result: Result<(), FilesError>| say(later, result.map(|()| written));
-            match is_from_cache {
-                // Of mapped memory, whose owner was answered before.
-                true => files.write_back(node, offset, data, move |result| {
-                    if result.is_err() {
-                        uses.refused(node);
-                    }
-                    done(result);
-                }),
-                false if waits => files.write(node, offset, data, done),
+        let data = data.into_bytes();
+        let written = Written(u32::try_from(data.len()).unwrap_or(u32::MAX));
+        if is_from_cache {
+            // Of mapped memory, whose owner was answered before. What the kernel is told counts for all who map it.
+            let (uses, later) = (self.uses.clone(), answer.later());
+            let Ok(files) = self.files() else { return later.fail(Errno::IO) };
+            return files.write_back(node, offset, data, move |result| {
+                if result.is_err() {
+                    uses.is_stale(Stale::Refused(node));
+                }
+                later.result(result.map(|()| written).map_err(|error| error.errno()));
+            });
+        }
+        self.later(answer, [Stale::Content(node)], |files, waiter| {
+            let done = move |result: Result<(), FilesError>| _ = say(waiter, result.map(|()| written));
+            match waits {
+                true => files.write(node, offset, data, done),
                 false => files.write_ahead(node, offset, data, done),
             }
         });
     }
 
     fn flush(&self, asked: Close, answer: Answer<'_, Done>) {
-        self.change(answer, |files, done| files.acknowledged(asked.node, done));
+        self.change(answer, NOTHING, |files, done| files.acknowledged(asked.node, done));
     }
 
     fn release(&self, asked: Close, answer: Answer<'_, Done>) {
@@ -374,7 +413,7 @@ impl FileSystem for Served {
     }
 
     fn fsync(&self, asked: Fsync, answer: Answer<'_, Done>) {
-        self.change(answer, |files, done| files.fsync(asked.node, asked.data_only, done));
+        self.change(answer, NOTHING, |files, done| files.fsync(asked.node, asked.data_only, done));
     }
 
     fn read_directory(&self, asked: ReadDirectory, answer: Answer<'_, Listing>) {
@@ -422,7 +461,7 @@ impl FileSystem for Served {
     }
 
     fn fsync_directory(&self, asked: Fsync, answer: Answer<'_, Done>) {
-        self.change(answer, |files, done| files.fsync(asked.node, asked.data_only, done));
+        self.change(answer, NOTHING, |files, done| files.fsync(asked.node, asked.data_only, done));
     }
 
     fn statistics(&self, _: u64, answer: Answer<'_, Statistics>) {
@@ -438,7 +477,10 @@ impl FileSystem for Served {
             mode if mode == ZERO_RANGE | KEEP_SIZE => files::Allocate::ZeroKeep,
             _ => return answer.fail(Errno::OPNOTSUPP),
         };
-        self.change(answer, |files, done| files.fallocate(asked.node, asked.offset, asked.length, how, done));
+        let unknown = [Stale::Content(asked.node)];
+        self.change(answer, unknown, |files, done| {
+            files.fallocate(asked.node, asked.offset, asked.length, how, done);
+        });
     }
 
     /// What was written to mapped memory and not written back is not known here, and the kernel does not write it back
@@ -454,17 +496,22 @@ impl FileSystem for Served {
         });
         answer.result(found);
     }
+
+    fn interrupt(&self, _: u64) {
+        self.waits.interrupt();
+    }
 }
 
 /// Which of the two comes first: the bytes, or the end of the call that asks for them.
 enum Meeting {
     Neither,
     Read(Result<Vec<Bytes>, FilesError>),
-    Asked(Later<Data>),
+    Asked(Waiter<Data>),
 }
 
-fn say<R: Reply>(later: Later<R>, result: Result<R, FilesError>) {
-    later.result(result.map_err(|error| error.errno()));
+/// Returns whether the process still waits for it.
+fn say<R: Reply>(waiter: Waiter<R>, result: Result<R, FilesError>) -> bool {
+    waiter.result(result.map_err(|error| error.errno()))
 }
 
 /// How each file is open. What the page cache has of it stays right: nothing else changes it.
@@ -614,7 +661,7 @@ impl<T: Contents> Drop for Mounted<T> {
 /// How long the last flush may take: longer than the volume waits for a server.
 const SYNC_LIMIT: Duration = Duration::from_secs(30);
 
-/// Which files processes have open, and what the kernel must forget of them.
+/// Which files processes have open, and what the kernel must be told of them.
 ///
 /// A page cache whose bytes the volume has refused (mapped memory, see [`crate::files`]) still shows them. A thread has
 /// the kernel drop them, so that a process reads what the volume has. It is not the thread that answers the kernel: the
@@ -623,13 +670,31 @@ const SYNC_LIMIT: Duration = Duration::from_secs(30);
 struct Uses {
     /// How many times each file is open.
     open: Arc<Mutex<HashMap<u64, u32>>>,
-    refused: Sender<u64>,
+    stale: Sender<Stale>,
 }
 
+/// What the kernel knows, or what is held for it, that is not so any more.
+#[derive(Clone, Copy, Debug)]
+enum Stale {
+    /// The volume has refused what a process had written to a mapped file.
+    Refused(u64),
+    /// A process was killed while it changed what is in a file.
+    Content(u64),
+    /// A process was killed while it changed this directory.
+    Attributes(u64),
+    /// An inode is held for a kernel that was not told of it.
+    Unknown(u64),
+    /// The same, and it counts as open.
+    Unopened(u64),
+}
+
+/// Of a change that the kernel asks about by itself, when its process is killed.
+const NOTHING: [Stale; 0] = [];
+
 impl Uses {
-    /// Files whose bytes were refused are sent there.
-    fn new(refused: Sender<u64>) -> Uses {
-        Uses { open: Arc::default(), refused }
+    /// What is stale is sent there.
+    fn new(stale: Sender<Stale>) -> Uses {
+        Uses { open: Arc::default(), stale }
     }
 
     /// A file is open once more.
@@ -649,23 +714,36 @@ impl Uses {
         is_last
     }
 
-    /// The volume has refused what the kernel has of a file.
-    fn refused(&self, node: u64) {
-        let _ = self.refused.send(node); // the session may be over
+    fn is_stale(&self, stale: Stale) {
+        if let Stale::Unopened(node) = stale {
+            self.closed(node);
+        }
+        let _ = self.stale.send(stale); // the session may be over
     }
 }
 
 /// The thread: ends when the session is dropped, and with it all senders.
-fn forget_refused(refused: &Receiver<u64>, notifier: &Notifier) {
-    while let Ok(node) = refused.recv() {
-        tracing::error!(
-            node,
-            "the volume has refused bytes that a process had written to a mapped file: later writes and flushes of \
-             this inode fail until it is truncated or closed"
-        );
-        match notifier.changed(node, 0, 0) {
+fn set_right(stale: &Receiver<Stale>, notifier: &Notifier, files: &Weak<Files>) {
+    while let Ok(stale) = stale.recv() {
+        let told = match stale {
+            Stale::Refused(node) => {
+                tracing::error!(
+                    node,
+                    "the volume has refused bytes that a process had written to a mapped file: later writes and \
+                     flushes of this inode fail until it is truncated or closed"
+                );
+                notifier.changed(node, 0, 0)
+            }
+            Stale::Content(node) => notifier.changed(node, 0, 0),
+            Stale::Attributes(node) => notifier.changed_attributes(node),
+            Stale::Unknown(node) | Stale::Unopened(node) => {
+                files.upgrade().into_iter().for_each(|files| files.release(node, 1));
+                continue;
+            }
+        };
+        match told {
             Ok(_) | Err(Errno::NODEV | Errno::NOTCONN | Errno::CONNABORTED) => {}
-            Err(errno) => tracing::warn!(node, "the kernel may still show these bytes: {errno}"),
+            Err(errno) => tracing::warn!(?stale, "the kernel may still show what was before: {errno}"),
         }
     }
 }
@@ -675,7 +753,7 @@ fn join(thread: JoinHandle<()>) {
     let until = Instant::now() + LAST_COMPLETION_LIMIT;
     while !thread.is_finished() {
         if Instant::now() > until {
-            return tracing::error!("a completion has kept the thread that has the kernel forget refused bytes");
+            return tracing::error!("a completion has kept the thread that has the kernel forget what is stale");
         }
         std::thread::sleep(LOOK_AGAIN);
     }

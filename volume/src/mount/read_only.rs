@@ -151,8 +151,9 @@ impl FileSystem for Followed {
         self.answer(answer, |follower| Ok(Target(follower.readlink(node)?.into())));
     }
 
-    fn open(&self, _: Open, answer: Answer<'_, Opened>) {
-        answer.give(OPENED);
+    /// If the name stands for another file now, the kernel asks for it again.
+    fn open(&self, asked: Open, answer: Answer<'_, Opened>) {
+        self.answer(answer, |follower| follower.getattr(asked.node).map(|_| OPENED));
     }
 
     fn read(&self, asked: Read, answer: Answer<'_, Data>) {

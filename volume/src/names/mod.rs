@@ -12,7 +12,7 @@
 //!
 //! - `tree`: inodes, directories and clusters, as the records make them; what is asked, and why it cannot be done.
 //!   **Start here.**
-//! - `inode`, `clusters`: what it consists of.
+//! - `inode`, `clusters`: what it consists of. `late`: what a host that follows keeps of files that were removed.
 //! - [`layout`]: where the parts are in a volume; [`log`]: what the log says, and its frames as blocks, written and
 //!   read.
 //! - `writer`: [`Names`], for the one who changes them; as they are read, for the one who follows; and everything,
@@ -24,6 +24,7 @@ mod clusters;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 mod inode;
+mod late;
 pub mod layout;
 pub mod log;
 #[cfg(test)]

@@ -6,6 +6,7 @@ use rustix::io::Errno;
 
 use super::clusters::{Clusters, Run, Space};
 use super::inode::{Attributes, Body, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES};
+use super::late::Late;
 use super::layout::Geometry;
 use super::log::{MOST_NAME_BYTES, Malformed, NO_TIME, Record};
 
@@ -35,6 +36,8 @@ pub(crate) struct Tree {
     is_complete: bool,
     /// The time of the last change, in milliseconds. `None`: what is freed needs no rest.
     pub(super) now_ms: Option<u64>,
+    /// Files that were removed, for one who follows.
+    pub(super) late: Option<Late>,
 }
 
 /// The two trees have the same inodes and entries. Which of them are held, and what rests, is not compared.
@@ -82,6 +85,7 @@ impl Tree {
             image_bytes: 0,
             is_complete: false,
             now_ms: None,
+            late: None,
         }
     }
 
@@ -145,11 +149,14 @@ impl Tree {
             return Err(Malformed("the end of an inode that has a name"));
         }
         self.image_bytes -= made_bytes(ino, inode);
-        if let Some(inode) = self.inodes.remove(&ino)
-            && let Body::File { runs, .. } = inode.body
-        {
-            self.image_bytes -= runs.as_slice().len() as u64 * RUN_BYTES;
-            runs.as_slice().iter().for_each(|run| self.free(run.space()));
+        if let Some(inode) = self.inodes.remove(&ino) {
+            if let Body::File { runs, .. } = &inode.body {
+                self.image_bytes -= runs.as_slice().len() as u64 * RUN_BYTES;
+                runs.as_slice().iter().for_each(|run| self.free(run.space()));
+            }
+            if let Some(late) = &mut self.late {
+                late.keep(ino, inode);
+            }
         }
         Ok(())
     }
@@ -266,6 +273,9 @@ impl Tree {
             return Err(Malformed("clusters of a file, which are used or not there"));
         }
         runs.add(run);
+        if let Some(late) = &mut self.late {
+            late.taken(run.space());
+        }
         self.image_bytes = self.image_bytes + runs.as_slice().len() as u64 * RUN_BYTES - before * RUN_BYTES;
         Ok(())
     }

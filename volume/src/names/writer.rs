@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 
 use super::clusters::{Clusters, Run, Runs};
 use super::inode::{Attr, Attributes, Body, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES};
+use super::late::Late;
 use super::layout::{Area, CLUSTER_BYTES, Geometry, Head};
 use super::log::{
     BlocksToWrite, FRAME_HEAD_BYTES, Log, LogReader, MOST_FRAME_BYTES, MOST_NAME_BYTES, Malformed, NO_TIME, Next,
@@ -74,7 +75,7 @@ impl Names {
             tree.clusters.grow(larger.clusters());
             head.geometry = larger;
         }
-        tree.now_ms = Some(0);
+        (tree.now_ms, tree.late) = (Some(0), None);
         Ok(Names { tree, head, log, image: None, pending: Vec::new(), owed: 0, touched: BTreeSet::new() })
     }
 
@@ -650,6 +651,16 @@ pub struct Usage {
     pub name_bytes: usize,
 }
 
+impl Inode {
+    fn file(&self) -> Result<(u64, &Runs), NamesError> {
+        match &self.body {
+            Body::File { size, runs } => Ok((*size, runs)),
+            Body::Directory(_) => Err(NamesError::IsADirectory),
+            _ => Err(NamesError::NotAFile),
+        }
+    }
+}
+
 /// What names in memory are asked.
 impl Tree {
     pub(super) fn inode_of(&self, ino: u64) -> Result<&Inode, NamesError> {
@@ -657,11 +668,7 @@ impl Tree {
     }
 
     pub(super) fn file(&self, ino: u64) -> Result<(u64, &Runs), NamesError> {
-        match &self.inode_of(ino)?.body {
-            Body::File { size, runs } => Ok((*size, runs)),
-            Body::Directory(_) => Err(NamesError::IsADirectory),
-            _ => Err(NamesError::NotAFile),
-        }
+        self.inode_of(ino)?.file()
     }
 
     pub(super) fn lookup(&self, parent: u64, name: &[u8]) -> Result<Attr, NamesError> {
@@ -737,6 +744,36 @@ impl View {
     /// Before anything of the area was read that the head names.
     pub fn new(head: Head) -> View {
         View { tree: Tree::new(head.geometry), reader: LogReader::new(&head), head }
+    }
+
+    /// Files that are removed stay for a while, for those who have them open.
+    pub fn keeping_removed(mut self) -> View {
+        self.tree.late = Some(Late::default());
+        self
+    }
+
+    /// So much time has passed, by a clock that does not jump. What is read from now on was written after this moment:
+    /// files that it removes were there then.
+    pub fn tick(&mut self, now_ms: u64, moment: u64) {
+        if let Some(late) = &mut self.tree.late {
+            late.tick(now_ms, moment);
+        }
+    }
+
+    /// If a file was removed and is kept: a moment at which it was there.
+    pub fn removed_after(&self, ino: u64) -> Option<u64> {
+        let is_there = self.tree.get(ino).is_some();
+        self.late(ino).filter(|_| !is_there).map(|(_, moment)| moment)
+    }
+
+    fn late(&self, ino: u64) -> Option<(&Inode, u64)> {
+        self.tree.late.as_ref().and_then(|late| late.get(ino))
+    }
+
+    /// An inode, or a file that was removed.
+    fn inode_or_removed(&self, ino: u64) -> Result<&Inode, NamesError> {
+        let found = self.tree.get(ino).or_else(|| self.late(ino).map(|(inode, _)| inode));
+        found.ok_or(NamesError::Stale(ino))
     }
 
     /// Which head it is of.
@@ -817,7 +854,7 @@ impl View {
     /// # Errors
     /// [`NamesError::Stale`].
     pub fn attr(&self, ino: u64) -> Result<Attr, NamesError> {
-        Ok(self.tree.inode_of(ino)?.attr(ino))
+        Ok(self.inode_or_removed(ino)?.attr(ino))
     }
 
     /// The target of a link.
@@ -841,7 +878,7 @@ impl View {
     /// # Errors
     /// [`NamesError`].
     pub fn file(&self, ino: u64, clusters: std::ops::Range<u64>) -> Result<(u64, Vec<Run>), NamesError> {
-        let (size, runs) = self.tree.file(ino)?;
+        let (size, runs) = self.inode_or_removed(ino)?.file()?;
         Ok((size, runs.within(clusters).collect()))
     }
 

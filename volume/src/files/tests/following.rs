@@ -10,6 +10,7 @@ use remora_fabric::memory::crc::crc32c;
 use super::*;
 use crate::layout::Entry;
 use crate::message::{Standing, State};
+use crate::mutant::Mutant;
 use crate::reader::InPlace;
 use crate::shape::{Copies, Shape, VolumeId};
 use crate::store::Store;
@@ -133,6 +134,69 @@ fn what_is_read_is_of_the_file() {
         });
         (0..3).for_each(|first| _ = scope.spawn(move || read(first)));
     });
+}
+
+/// A file is replaced, and its clusters go to another one at once, as the volume is full. Whatever of these changes a copy
+/// has, and whenever it is looked at, a reader of the removed file gets its bytes, or is told that it is gone.
+fn removed() -> std::result::Result<usize, String> {
+    let disk = formatted(1024);
+    let files = open(&disk);
+    let (old, kept) = (files.make(ROOT, "f"), files.make(ROOT, "kept"));
+    files.put(old, 0, &[1; 600_000]);
+    let free = files.statfs().free_blocks * BLOCK_BYTES as u64;
+    files.put(kept, 0, &vec![9; free as usize - 64 * 1024]);
+    let begin = disk.history().len();
+    let new = files.make(ROOT, "tmp");
+    files.put(new, 0, b"short");
+    wait(|done| files.rename((ROOT, b"tmp"), (ROOT, b"f"), Rename::Replace, done)).unwrap();
+    let other = files.make(ROOT, "other");
+    for number in 0..4_u64 {
+        files.put(other, number * 150_000, &[2; 100_000]);
+    }
+    let history = disk.history();
+    let mut found = 0;
+    for every in 1..8 {
+        let looks = Looks::at(&Memory::after(1024, &history[..begin], false));
+        let follower = Follower::open(Box::new(looks.clone())).unwrap();
+        follower.poll().unwrap();
+        for end in begin..=history.len() {
+            *looks.disk.lock().unwrap() = Memory::after(1024, &history[..end], false);
+            if end % every == 0 {
+                follower.poll().unwrap();
+            }
+            match follower.read(old, 0, 600_000) {
+                Ok(data) if data == [1; 600_000] => found += 1,
+                Err(FilesError::Names(NamesError::Stale(_))) => {}
+                other => return Err(format!("after {end} changes: {:?}", other.map(|data| data.len()))),
+            }
+        }
+        follower.poll().unwrap();
+        let name = follower.lookup(ROOT, b"f").unwrap().ino;
+        assert_eq!(follower.read(name, 0, 10).unwrap(), b"short");
+    }
+    Ok(found)
+}
+
+#[test]
+fn a_file_that_is_replaced_is_read_until_its_clusters_are_used() {
+    let found = removed().unwrap();
+    assert!(found > 20, "{found} reads");
+    Mutant::set(Some(Mutant::RemovedIsThere));
+    let wrong = removed();
+    Mutant::set(None);
+    println!("{}", wrong.unwrap_err());
+    // It is there, with its attributes, although nothing has its name.
+    let disk = formatted(1024);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    files.put(ino, 0, b"bytes");
+    let follower = follow(&disk);
+    follower.poll().unwrap();
+    wait(|done| files.unlink(ROOT, b"f", done)).unwrap();
+    follower.poll().unwrap();
+    let attr = follower.getattr(ino).unwrap();
+    assert_eq!((attr.size, attr.links, follower.read(ino, 0, 9).unwrap()), (5, 0, b"bytes".to_vec()));
+    assert!(follower.lookup(ROOT, b"f").is_err());
 }
 
 /// What is older than the last look costs one read, also while other files change.
