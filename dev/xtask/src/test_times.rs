@@ -20,8 +20,8 @@ pub(crate) struct Options {
     #[arg(required = true)]
     reports: Vec<PathBuf>,
 
-    /// A file to which a line of JSON is added: when, which commit, on how many processors, and the seconds of each step
-    /// and of each program's tests.
+    /// A file to which a line of JSON is added: when, which commit, on how many processors, and the seconds of each
+    /// step and of each program's tests.
     #[arg(long, value_name = "FILE")]
     keep: Option<PathBuf>,
 
