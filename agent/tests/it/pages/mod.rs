@@ -92,9 +92,13 @@ pages! {
     #[ignore = "long: make test-all"]
     back_up: "docs/how-to/back-up.md", BACK_UP;
     #[ignore = "long: make test-all"]
+    cluster: "docs/how-to/cluster.md", CLUSTER;
+    #[ignore = "long: make test-all"]
     migrate: "docs/how-to/migrate.md", MIGRATE;
     #[ignore = "long: make test-all"]
     roll_a_fleet: "docs/how-to/roll-a-fleet.md", ROLL_A_FLEET;
+    #[ignore = "long: make test-all"]
+    migrate_cluster: "docs/how-to/migrate-cluster.md", MIGRATE_CLUSTER;
     #[ignore = "long: make test-all"]
     rdma: "docs/how-to/rdma.md", RDMA;
     #[ignore = "long: make test-all"]
@@ -151,6 +155,71 @@ const BACK_UP: Scene = Scene {
     ],
     ..ALONE
 };
+
+/// Three primaries and two new nodes, of which the page has the commands of one each. Without a terminal a question is
+/// answered by `--yes`.
+const CLUSTER: Scene = Scene {
+    hosts: &["10.0.0.5", "10.0.0.6", "10.0.0.7", "10.0.0.9", "10.0.0.10"],
+    before: &[
+        ("10.0.0.5", "up redis-server 10.0.0.5 6379 --cluster-enabled yes"),
+        ("10.0.0.6", "up redis-server 10.0.0.6 6379 --cluster-enabled yes"),
+        ("10.0.0.7", "up redis-server 10.0.0.7 6379 --cluster-enabled yes"),
+        ("10.0.0.5", "redis-cli --cluster create 10.0.0.5:6379 10.0.0.6:6379 10.0.0.7:6379 --cluster-yes"),
+        ("10.0.0.9", "BY=999 up redis-server 10.0.0.9 6379 --cluster-enabled yes"),
+        ("10.0.0.10", "BY=999 up redis-server 10.0.0.10 6379 --cluster-enabled yes"),
+        ("10.0.0.5", "remora token new token"),
+        ("10.0.0.6", "remora source --server redis://10.0.0.6:6379 --listen 10.0.0.6:7379 --token-file token &"),
+        ("10.0.0.7", "remora source --server redis://10.0.0.7:6379 --listen 10.0.0.7:7379 --token-file token &"),
+        (
+            "10.0.0.10",
+            "remora intercept add --server-uid 999 --agent-uid 0
+            remora attend --server redis://127.0.0.1:6379 --token-file token --source 10.0.0.5:7379 \
+                --sources 10.0.0.6:7379,10.0.0.7:7379 &",
+        ),
+    ],
+    values: &[("--add ", "--yes --add ")],
+    ..ALONE
+};
+
+/// Old nodes of Redis and new ones of Valkey. The page has the commands of one each, and goes back or to the end.
+const MIGRATE_CLUSTER: Scene = Scene {
+    hosts: &["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.1.1", "10.0.1.2", "10.0.1.3"],
+    servers: &[Kind::Redis7],
+    before: &[
+        ("10.0.0.1", "up redis-server 10.0.0.1 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
+        ("10.0.0.2", "up redis-server 10.0.0.2 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
+        ("10.0.0.3", "up redis-server 10.0.0.3 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
+        ("10.0.0.1", "redis-cli --cluster create 10.0.0.1:6379 10.0.0.2:6379 10.0.0.3:6379 --cluster-yes"),
+        ("10.0.1.1", "BY=999 up valkey-server 10.0.1.1 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
+        ("10.0.1.2", "BY=999 up valkey-server 10.0.1.2 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
+        ("10.0.1.3", "BY=999 up valkey-server 10.0.1.3 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
+    ],
+    meanwhile: &[
+        (
+            "remora intercept",
+            "10.0.0.2",
+            "remora source --server redis://127.0.0.1:6379 --listen 10.0.0.2:7379 --token-file token &",
+        ),
+        (
+            "remora intercept add",
+            "10.0.0.3",
+            "remora source --server redis://127.0.0.1:6379 --listen 10.0.0.3:7379 --token-file token &",
+        ),
+        ("remora cluster", "10.0.1.2", MIGRATE_ATTEND),
+        ("remora cluster migrate", "10.0.1.3", MIGRATE_ATTEND),
+        (
+            "--forget",
+            "10.0.0.1",
+            "remora cluster migrate --server redis://10.0.0.1:6379 --source-port 7379 --token-file token \
+             --to 10.0.1.1:6379,10.0.1.2:6379,10.0.1.3:6379 --yes",
+        ),
+    ],
+    values: &[("10.0.1.3:6379", "10.0.1.3:6379 --yes")],
+    ..ALONE
+};
+const MIGRATE_ATTEND: &str = "remora intercept add --server-uid 999 --agent-uid 0
+    remora attend --server redis://127.0.0.1:6379 --token-file token --convert --source 10.0.0.1:7379 \
+        --sources 10.0.0.2:7379,10.0.0.3:7379 &";
 
 /// Two hosts without cards, where all but the sync works over TCP.
 const RDMA: Scene = Scene {

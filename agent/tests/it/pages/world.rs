@@ -74,7 +74,7 @@ impl World {
         for place in ["usr", "dev", "sys", "proc", "run", "mnt", "opt/bin", "var/lib"] {
             make(&root.join(place), 0o755);
         }
-        make(&root.join("root"), 0o700);
+        make(&root.join("root"), 0o755); // users read tokens there
         for link in ["bin", "sbin", "lib", "lib64"] {
             let (from, to) = (Path::new("/").join(link), root.join(link));
             match fs::read_link(&from) {
