@@ -72,12 +72,27 @@ fn until_it_ends(process: &mut Child, what: &str) {
     wait_until(what, LONG, || Ok(process.try_wait().unwrap().map(drop).ok_or("it is there".to_owned()))).unwrap();
 }
 
+/// The state of each thread of a process, as /proc has it.
+fn threads(process: u32) -> Vec<char> {
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).unwrap();
+    let stats = tasks.filter_map(|task| fs::read_to_string(task.unwrap().path().join("stat")).ok());
+    stats.filter_map(|stat| stat.rsplit_once(") ")?.1.chars().next()).collect()
+}
+
 /// Servers that do nothing until it is dropped.
 struct Stopped<'a>(&'a mut [Agent]);
 
 impl Stopped<'_> {
     fn new(servers: &mut [Agent]) -> Stopped<'_> {
-        servers.iter_mut().for_each(|server| server.signal(Signal::STOP).unwrap());
+        for server in servers.iter_mut() {
+            server.signal(Signal::STOP).unwrap();
+            // It stops at its next moment on a processor, and may answer until then.
+            wait_until("a server to stand still", LONG, || {
+                let running = threads(server.pid()).into_iter().find(|state| *state != 'T');
+                Ok(running.map_or(Ok(()), |state| Err(format!("a thread is {state}"))))
+            })
+            .unwrap();
+        }
         Stopped(servers)
     }
 }
