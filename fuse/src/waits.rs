@@ -192,7 +192,8 @@ fn has_been_killed(stat: &str) -> bool {
     is_exiting && field(EXIT_CODE_FIELD).is_some_and(|code| code & SIGNAL_OF_CODE != 0)
 }
 
-/// Answers that come sooner are not watched: this is longer than a volume takes, and short for who has killed a process.
+/// An answer that comes sooner is not watched: this is longer than a volume takes, and short for a user who has killed
+/// a process.
 const SHORT: Duration = Duration::from_millis(50);
 
 /// How often processes are looked at that wait for longer.

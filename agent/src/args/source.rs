@@ -363,7 +363,7 @@ const CAPTURES: Words<ModuleCapture, 5> = [
 ];
 
 /// The values of `--compress`.
-pub(super) const METHODS: Words<Compress, 4> = [
+const METHODS: Words<Compress, 4> = [
     ("auto", "Whichever is fastest", Compress::Auto),
     ("off", "Not at all", Compress::Off),
     ("lz4", "By LZ4", Compress::Lz4),

@@ -885,7 +885,7 @@ fn a_loaded_replica_whose_stream_is_lost_causes_no_other_snapshot() {
 
 const NOBODY: [Session; 0] = [];
 
-/// A source that lets so many load at once, with a complete snapshot.
+/// A source that lets `at_once` replicas load at the same time, with a complete snapshot.
 fn with_turns(at_once: u32) -> Bench {
     let rules = Rules { at_once: NonZeroU32::new(at_once), max_replicas: 10, ..RULES };
     let mut bench = Bench::with(rules, true);

@@ -433,7 +433,7 @@ impl Store {
             while let Ok((socket, _)) = listener.accept().await {
                 let (acceptor, service) = (acceptor.clone(), Arc::clone(&service));
                 tokio::spawn(async move {
-                    // A client that ends in the middle is none of the store's faults.
+                    // A client that ends in the middle is not a fault of the store.
                     let Ok(socket) = acceptor.accept(socket).await else { return };
                     let answer = service_fn(move |request: Request<Incoming>| {
                         let service = Arc::clone(&service);

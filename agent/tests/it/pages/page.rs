@@ -178,7 +178,7 @@ fn normal_word(word: &str) -> String {
     text
 }
 
-/// Replication ids, names of backups: words of so many hexadecimal digits.
+/// Replication ids, names of backups: words of at least 8 hexadecimal digits.
 const ID_DIGITS: usize = 8;
 
 /// Stands in a page for any lines, and at the end of a line for any words.
