@@ -12,7 +12,8 @@
 //!
 //! The crate has the loops that drive the pure state machines and the memory of the crates below, and the command line.
 //! Protocols are in `remora_redis`, `remora_protocol` and `remora_messenger`, transports in `remora_fabric`, and the
-//! layout of tables in `remora_table`. [`remora_conversation`] is how agents talk, [`remora_server`] the client of a
+//! layout of tables in `remora_table`. [`remora_source`] is the source, and [`remora_reader`] what every reader of one
+//! does. [`remora_conversation`] is how agents talk, [`remora_server`] the client of a
 //! Redis or Valkey server, with Sentinels, [`remora_metrics`] what agents show to those who watch them,
 //! [`remora_process`] what each command stands on, and [`remora_base`] what all do.
 //!
@@ -20,7 +21,7 @@
 //!
 //! - [`args`]: the command line; [`config`]: what files and the environment add to it; [`commands`]: the process around
 //!   one command. **Start here.**
-//! - [`source`], [`replica`], [`status`]: the job. `estimate`: how long a sync will take.
+//! - [`replica`], [`status`]: the job. `estimate`: how long a sync will take.
 //! - [`probe`] measures the transports.
 //! - [`intercept`]: the rules by which a server's connections come to an agent that attends it ([`replica::attend`]).
 //! - [`snapshot`]: a source's snapshot as a file; [`cluster`]: clusters as a whole.
@@ -66,6 +67,7 @@ pub use remora_conversation::transports;
 use remora_metrics as metrics;
 use remora_process::{checked_json, events, free_space, host_memory, host_threads, patience, service, signals, tasks};
 pub use remora_process::{exit, progress};
+use remora_reader as reader;
 pub use remora_server as server;
 use remora_server::sentinel;
 pub use remora_source as source;

@@ -14,7 +14,7 @@ use crate::estimate::{BACKLOG_SECONDS, Course, Times};
 use crate::exit::Failure;
 use crate::growth::Growth;
 use crate::progress;
-use crate::replica::source::{DEFAULT_MEMORY, Sinks};
+use crate::reader::source::{DEFAULT_MEMORY, Sinks};
 use crate::server::{Client, Facts, PinSizes, ServerError, Task};
 use crate::source::{Compress, Shares, Wanted, default_slot_size, expected, least_memory};
 

@@ -7,9 +7,10 @@ use clap::{Args, Subcommand};
 
 use super::replica::parse_memory;
 use super::server::ServerArgs;
-use super::{HostPort, LISTEN_PORT, LeftOut, LendArgs, LinkTlsArgs, MetricsArgs, PeerArgs, ReadArgs, SyncArgs};
+use super::{HostPort, LISTEN_PORT, LeftOut, LendArgs, LinkTlsArgs, MetricsArgs, PeerArgs, Plain, SyncArgs};
 use crate::exit::{self, Code};
 use crate::patience::{Patience, RETRY_FOR};
+use crate::reader::ReadOptions;
 use crate::server::Task;
 use crate::units::{Size, parse_duration};
 
@@ -26,7 +27,7 @@ pub struct AttendArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub read: ReadArgs,
+    pub read: Plain<ReadOptions>,
 
     /// Further sources, separated by commas: one for each primary that the server may follow, such as those of a
     /// cluster's shards. The one that has the replication history of the server's primary serves it.

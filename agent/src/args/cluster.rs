@@ -7,10 +7,9 @@ use clap::{Args, Subcommand};
 
 use super::inspect::TRANSPORTS;
 use super::server::ServerArgs;
-use super::{
-    FetchArgs, HostPort, LeftOut, RdmaReadArgs, ReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, one_of,
-};
+use super::{FetchArgs, HostPort, LeftOut, RdmaReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, one_of};
 use crate::exit::{self, Code};
+use crate::reader::ReadOptions;
 use crate::server::Task;
 use crate::server::nodes::{Node, is_id};
 use crate::transports::TransportChoice;
@@ -277,16 +276,16 @@ impl std::fmt::Display for Renew {
 impl ClusterBackupArgs {
     /// What fetches the snapshot of this source into this file.
     pub(crate) fn fetch(&self, source: HostPort, to: PathBuf) -> FetchArgs {
-        let read = ReadArgs {
+        let read = ReadOptions {
             source,
             transport: self.transport,
             lanes: 1,
-            rdma: self.rdma.clone(),
+            rdma: self.rdma.options(),
             retry_for: self.retry_for,
         };
         let ClusterSourcesArgs { token_file, security, expected, .. } = &self.sources;
         let from = SnapshotFromArgs {
-            read,
+            read: read.into(),
             token_file: token_file.clone(),
             name: Some("backup".to_owned()),
             security: security.clone(),

@@ -69,6 +69,13 @@ pub struct SourceKeyArgs {
     pub source_name: Option<String>,
 }
 
+impl SourceKeyArgs {
+    /// Whether each connection proves that it leads to the right source.
+    pub(crate) fn is_given(&self) -> bool {
+        self.source_key.is_some() || self.source_name.is_some()
+    }
+}
+
 /// Which replicas a replica reads from.
 #[derive(Clone, Debug, Default, Args)]
 pub struct LenderNameArgs {

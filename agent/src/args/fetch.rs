@@ -6,10 +6,12 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use rustix::fs::{Gid, Mode, Uid};
 
+use super::connections::LenderNameArgs;
 use super::replica::parse_memory;
 use super::server::{TlsArgs, UrlParser};
-use super::{MetricsFileArgs, ReadArgs, RelayArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs};
+use super::{MetricsFileArgs, Plain, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs};
 use crate::exit::{self, Code};
+use crate::reader::{ReadOptions, RelayOptions};
 use crate::server::nodes::NodeAddress;
 use crate::server::{Credentials, Server, ServerUrl, SetupError, Task};
 use crate::units::{Size, parse_duration};
@@ -104,7 +106,11 @@ pub struct FetchArgs {
 pub struct PassOnArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub relay: RelayArgs,
+    pub relay: Plain<RelayOptions>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub lender: LenderNameArgs,
 
     #[command(flatten)]
     #[allow(missing_docs)]
@@ -163,8 +169,12 @@ fn parse_mode(text: &str) -> Result<Mode, String> {
 impl FetchArgs {
     /// The arguments of a backup's fetch: a file for its owner, that no server has to go on from.
     pub(crate) fn of_a_backup(from: SnapshotFromArgs, to: PathBuf, spool: PathBuf) -> FetchArgs {
-        let pass_on =
-            PassOnArgs { relay: RelayArgs::default(), readers: ReplicaNameArgs::default(), memory: Size::bytes(0) };
+        let pass_on = PassOnArgs {
+            relay: Plain::default(),
+            lender: LenderNameArgs::default(),
+            readers: ReplicaNameArgs::default(),
+            memory: Size::bytes(0),
+        };
         FetchArgs {
             sentinel: SentinelArgs::default(),
             from,
@@ -251,7 +261,7 @@ pub enum SnapshotAction {
 pub struct SnapshotFromArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub read: ReadArgs,
+    pub read: Plain<ReadOptions>,
 
     /// File with the secret that this command shares with the source. Needed unless the source has `--security mtls`
     /// and no token.

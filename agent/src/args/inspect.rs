@@ -7,9 +7,10 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::server::ServerArgs;
-use super::{HostPort, RdmaReadArgs, SecurityArgs, SourceKeyArgs, Words, one_of};
+use super::{HostPort, OnCommandLine, RdmaReadArgs, SecurityArgs, SourceKeyArgs, Words, one_of};
 use crate::conversation::tokens::Credentials;
 use crate::exit::{self, Code, Failure};
+use crate::reader::ReadOptions;
 use crate::server::Task;
 use crate::transports::TransportChoice;
 use crate::units::{Size, UnitError, parse_bit_rate, parse_duration};
@@ -111,6 +112,15 @@ pub struct ReadArgs {
     /// How long to retry while the source or the server is unreachable, with growing pauses. `0` tries once.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Source")]
     pub retry_for: Duration,
+}
+
+impl OnCommandLine for ReadOptions {
+    type Args = ReadArgs;
+
+    fn of(args: ReadArgs) -> ReadOptions {
+        let ReadArgs { source, transport, lanes, rdma, retry_for } = args;
+        ReadOptions { source, transport, lanes, rdma: rdma.options(), retry_for }
+    }
 }
 
 /// The transports to read over.

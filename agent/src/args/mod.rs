@@ -33,8 +33,8 @@ pub use self::cluster::{
     ClusterStatusArgs, ClusterSyncArgs, Renew,
 };
 pub use self::connections::{
-    LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEndArgs, RdmaOfferArgs, RdmaReadArgs,
-    ReplicaNameArgs, SecurityArgs, SourceKeyArgs,
+    LenderNameArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEndArgs, RdmaOfferArgs,
+    RdmaReadArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs,
 };
 pub use self::fetch::{
     ClusterNodeArgs, FetchArgs, PassOnArgs, SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs,
@@ -69,6 +69,71 @@ pub struct Cli {
     #[command(subcommand)]
     #[allow(missing_docs)]
     pub command: Command,
+}
+
+/// Options of a crate below, which a command line can give. They are stated there, and have no words of clap.
+pub trait OnCommandLine {
+    /// What clap parses.
+    type Args: clap::Args;
+
+    /// The options that it stands for.
+    fn of(args: Self::Args) -> Self;
+}
+
+/// Such options, among the arguments of a command: clap parses its words for them, and nothing else sees these.
+#[derive(Clone, Debug, Default)]
+pub struct Plain<O>(O);
+
+impl<O: Clone> Plain<O> {
+    /// The options alone.
+    pub(crate) fn plain(&self) -> O {
+        self.0.clone()
+    }
+}
+
+impl<O> From<O> for Plain<O> {
+    fn from(options: O) -> Plain<O> {
+        Plain(options)
+    }
+}
+
+impl<O> std::ops::Deref for Plain<O> {
+    type Target = O;
+
+    fn deref(&self) -> &O {
+        &self.0
+    }
+}
+
+impl<O> std::ops::DerefMut for Plain<O> {
+    fn deref_mut(&mut self) -> &mut O {
+        &mut self.0
+    }
+}
+
+impl<O: OnCommandLine> clap::FromArgMatches for Plain<O> {
+    fn from_arg_matches(matches: &clap::ArgMatches) -> Result<Plain<O>, clap::Error> {
+        O::Args::from_arg_matches(matches).map(|args| Plain(O::of(args)))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &clap::ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl<O: OnCommandLine> clap::Args for Plain<O> {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        O::Args::augment_args(command)
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        O::Args::augment_args_for_update(command)
+    }
+
+    fn group_id() -> Option<clap::Id> {
+        O::Args::group_id()
+    }
 }
 
 /// Options of every command.

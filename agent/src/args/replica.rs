@@ -8,9 +8,10 @@ use clap::{Args, ValueEnum};
 
 use super::connections::LenderNameArgs;
 use super::server::ServerArgs;
-use super::{FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, PeerArgs, ReadArgs};
+use super::{FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, OnCommandLine, PeerArgs, Plain};
 use crate::conversation::SourceKey;
 use crate::exit::{self, Code};
+use crate::reader::{ReadOptions, RelayOptions};
 use crate::server::Task;
 use crate::transports::{UploadLimit, parse_rate};
 use crate::units::{Size, UnitError, parse_duration};
@@ -26,7 +27,7 @@ pub struct ReplicaArgs {
 
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub read: ReadArgs,
+    pub read: Plain<ReadOptions>,
 
     /// File with the secret that the agent shares with the source. May be repeated: the agent proves the first token to
     /// the source and to other replicas, and lends its slots to replicas with any of them. Needed unless the source
@@ -272,13 +273,13 @@ Examples:
 /// What the command line says about a sync: that of `remora replica`, or of `remora attend`.
 #[derive(Clone, Debug)]
 pub(crate) struct SyncArgs {
-    pub(crate) read: ReadArgs,
+    pub(crate) read: ReadOptions,
     /// The key that the source must hold.
     pub(crate) source_key: Option<SourceKey>,
     /// The name in the source's status.
     pub(crate) name: Option<String>,
     pub(crate) memory: Size,
-    pub(crate) relay: RelayArgs,
+    pub(crate) relay: RelayOptions,
     /// How long slots are lent when the server has been handed over.
     pub(crate) linger: Duration,
     /// The file for the summary.
@@ -290,13 +291,13 @@ pub(crate) struct SyncArgs {
 
 impl SyncArgs {
     /// The sync of a server whose own connection to its primary is intercepted, without a summary.
-    pub(super) fn intercepted(read: &ReadArgs, peers: &PeerArgs, memory: Size, lend: &LendArgs) -> SyncArgs {
+    pub(super) fn intercepted(read: &ReadOptions, peers: &PeerArgs, memory: Size, lend: &LendArgs) -> SyncArgs {
         SyncArgs {
             read: read.clone(),
             source_key: peers.expected.source_key,
             name: peers.name.clone(),
             memory,
-            relay: lend.relay.clone(),
+            relay: lend.relay.plain(),
             linger: lend.linger,
             json: None,
             explain: false,
@@ -405,10 +406,31 @@ pub struct RelayArgs {
     /// Location of this replica: a rack, a room, a region. Replicas prefer upstreams in the same zone.
     #[arg(long, value_name = "LABEL", default_value = "", value_parser = parse_zone, help_heading = "Other replicas")]
     pub zone: String,
+}
 
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub lender: LenderNameArgs,
+impl OnCommandLine for RelayOptions {
+    type Args = RelayArgs;
+
+    fn of(args: RelayArgs) -> RelayOptions {
+        let RelayArgs {
+            serve_peers,
+            no_serve_peers,
+            peer_listen,
+            upload_limit,
+            upload_limit_per_peer,
+            download_limit,
+            zone,
+        } = args;
+        RelayOptions {
+            serve_peers,
+            no_serve_peers,
+            peer_listen,
+            upload_limit,
+            upload_limit_per_peer,
+            download_limit,
+            zone,
+        }
+    }
 }
 
 /// The same, and how long it goes on when it needs the slots no more.
@@ -416,7 +438,11 @@ pub struct RelayArgs {
 pub struct LendArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
-    pub relay: RelayArgs,
+    pub relay: Plain<RelayOptions>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub lender: LenderNameArgs,
 
     /// How long to keep serving slots to other replicas after this replica's own server was handed over, at most. The
     /// agent ends that earlier if no replica reads from it.

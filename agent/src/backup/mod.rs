@@ -38,7 +38,7 @@ use crate::args::{BackupArgs, Location};
 use crate::exit::{Code, Failure};
 use crate::metrics::{Agent, Families, Scrapes, Watch, register as all};
 use crate::progress;
-use crate::replica::data_set::DataSet;
+use crate::reader::data_set::DataSet;
 use crate::signals::Signals;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
@@ -88,7 +88,7 @@ async fn snapshot(args: &BackupArgs, target: &Arc<Target>, seen: &Seen, scrapes:
     let began = Instant::now();
     let incoming = target.incoming_file();
     seen.begins(true);
-    let data_set = DataSet::of_a_source(&args.from.expected);
+    let data_set = DataSet::of_a_source(args.from.expected.is_given());
     let fetched = fetch::to_file_telling(&args.fetch(&incoming), data_set, |_| {}, scrapes).await?;
     let (at, keep, source) = (Arc::clone(target), args.keep, args.from.read.source.to_string());
     let work = blocking(move || {

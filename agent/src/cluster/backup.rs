@@ -23,7 +23,7 @@ use crate::args::ClusterBackupArgs;
 use crate::exit::{Code, Failure};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
-use crate::replica::data_set::DataSet;
+use crate::reader::data_set::DataSet;
 use crate::server::Task;
 use crate::snapshot::beside;
 use crate::snapshot::fetch::{self, Summary};
@@ -151,7 +151,7 @@ fn job(args: &ClusterBackupArgs, number: usize, shard: &Shard, seen: &Seen) -> J
     let host = node.host.replace(':', "_");
     let file = format!("redis-node-{host}-{}-{}.rdb", node.port, node.id);
     let to: PathBuf = args.to.join(&file);
-    let data_set = DataSet::of_a_plan(&seen.plan, &args.sources.expected);
+    let data_set = DataSet::of_a_plan(&seen.plan, args.sources.expected.is_given());
     Job { args: args.fetch(seen.address.clone(), to), file, shard: number, data_set }
 }
 

@@ -12,7 +12,7 @@ use crate::conversation::Error;
 use crate::conversation::tokens::Credentials;
 use crate::estimate::BACKLOG_SECONDS;
 use crate::exit::{Code, Failure};
-use crate::replica::source::join;
+use crate::reader::source::join;
 use crate::server::Task;
 use crate::units::{Size, readable};
 use crate::{progress, status};

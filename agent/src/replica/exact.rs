@@ -11,6 +11,7 @@
 //! test breaks it.
 
 use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use remora_redis::resp::Frame;
@@ -106,6 +107,22 @@ pub(crate) struct Finding {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub(crate) struct Exactness(Vec<Finding>);
+
+/// What the server's task has found last, for the summary.
+#[derive(Clone, Default)]
+pub(super) struct Judgement(Arc<Mutex<Exactness>>);
+
+impl Judgement {
+    /// Notes what was found.
+    pub(super) fn set(&self, found: Exactness) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = found;
+    }
+
+    /// What was found last.
+    pub(super) fn get(&self) -> Exactness {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
 
 impl Exactness {
     fn add(&mut self, condition: Condition, verdict: Verdict, text: impl Into<String>) {

@@ -9,19 +9,16 @@
 //! - [`preflight`] finds foreseeable failures before anything is changed: what the server can hold, which commands it
 //!   permits, and whether the primary is in its reach. [`prepared`] is what it leaves, with the transport that was
 //!   tried and the way of delivery. [`report`] has what a dry run prints, and says where the time went.
-//! - [`primary`] says where the primary is at this moment, and whether it may be given the server's password.
+//! - [`primary`] says what is known of the primary before the source speaks, and raises the fail-over time for a sync.
 //! - [`control`] is the connection that changes the server, checks whether no other client has taken the server over,
 //!   and has the guard, which acts after a killed agent; [`record`] notes each changed setting.
-//! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses [`feed`] with its [`parts`],
-//!   [`link`] and [`spool`]. [`link::candidates`] keeps other processes from the server's link, and finds out where the
+//! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses
+//!   [`link`]. [`link::candidates`] keeps other processes from the server's link, and finds out where the
 //!   server is.
 //! - [`exact`] has the conditions under which a server is called an exact replica.
 //! - [`private`] keeps other users from what is written to disk.
-//! - [`source`] is the conversation with the source agent, and the task that has it. [`data_set`] is what the first
-//!   conversation has agreed on, and compares every later one with it. A snapshot without a server
-//!   ([`crate::snapshot`]) begins with them too.
-//! - [`relay`] is this agent's part in passing slots on: [`relay::reader`] reads slots from other replicas, and
-//!   [`relay::server`] lends them.
+//! - [`remora_reader`] is the conversation with the source, what is believed of it, and the slots, as for a snapshot
+//!   without a server ([`crate::snapshot`]).
 //! - [`attend`] stays beside a server whose own connections to its primary are intercepted, or does so once;
 //!   [`by_file`] restarts a server on its RDB file.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
@@ -31,22 +28,17 @@ pub mod attend;
 mod by_file;
 pub(crate) mod control;
 pub(crate) mod conversion;
-pub(crate) mod data_set;
 mod delivery;
 mod driver;
 mod exact;
-mod feed;
 mod link;
 pub(crate) mod machine;
-pub(crate) mod parts;
 mod preflight;
 mod prepared;
 mod primary;
-pub(crate) mod relay;
 mod report;
-pub(crate) mod source;
-pub(crate) mod spool;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 pub(crate) use remora_base::files as private;
@@ -60,14 +52,14 @@ pub(crate) use self::delivery::simulated as simulated_delivery;
 pub(crate) use self::driver::simulated;
 use self::driver::{Driver, Setup};
 use self::prepared::{Prepared, Suits};
-use self::spool::Spool;
-use crate::args::{Delivery, PeerArgs, RelayArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
+use crate::args::{Delivery, LenderNameArgs, PeerArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
 use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::host_memory;
 use crate::metrics::{Agent, Scrapes, Watch};
 use crate::patience::{Patience, RETRY_FOR};
+use crate::reader::spool::Spool;
 use crate::signals::until_signal;
 use crate::units::Size;
 pub(crate) use remora_process::record;
@@ -92,12 +84,12 @@ pub(crate) fn open_tokens(
     files: &[PathBuf],
     security: &SecurityArgs,
     source: &SourceKeyArgs,
-    readers: &ReplicaNameArgs,
-    relay: &RelayArgs,
+    (readers, lender): (&ReplicaNameArgs, &LenderNameArgs),
+    peer_listen: Option<SocketAddr>,
 ) -> Result<TokenFiles, Failure> {
     let roles = CertificateRoles { replicas: readers.replica_names.clone(), ..CertificateRoles::default() };
-    let opened = relay.lender.apply(security, security.open_for(source, roles)?)?;
-    if let Some(listen) = relay.peer_listen {
+    let opened = lender.apply(security, security.open_for(source, roles)?)?;
+    if let Some(listen) = peer_listen {
         let refused = |why| Failure::refused(format!("this replica agent at --peer-listen {listen} {why}"));
         opened.check(listen.ip()).map_err(refused)?;
     }
@@ -106,7 +98,8 @@ pub(crate) fn open_tokens(
 
 async fn sync(args: ReplicaArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
     let PeerArgs { security, expected, readers, .. } = &args.peers;
-    let tokens = open_tokens(&args.token_files, security, expected, readers, &args.lend.relay)?;
+    let tokens =
+        open_tokens(&args.token_files, security, expected, (readers, &args.lend.lender), args.lend.relay.peer_listen)?;
     let _rereading = tokens.read_again_on_hangup()?;
     match args.by.delivery {
         Delivery::File | Delivery::Intercept if args.convert => Err(Failure::new(

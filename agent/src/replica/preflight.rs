@@ -14,12 +14,12 @@ use remora_protocol::Offer;
 use tokio::time::Instant;
 
 use super::conversion::{Conversion, check_field_ttls};
-use super::data_set::DataSet;
 use super::link::candidates::{LinkLogin, Locality, PrimaryLogin, may_be_a_secret};
-use super::primary::{Finding, KnownPrimaries, Trust};
 use super::record::{LOGIN, Record, SAVE};
 use crate::args::{HostPort, OnFailure, ReplicaArgs};
 use crate::exit::{Code, Failure};
+use crate::reader::data_set::DataSet;
+use crate::reader::primaries::{Finding, KnownPrimaries, Trust};
 use crate::sentinel::guard;
 use crate::server::permission::{ALWAYS, Needed, Permission, TO_REPLICATE};
 use crate::server::{

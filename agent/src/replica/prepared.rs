@@ -8,18 +8,20 @@ use remora_protocol::Offer;
 use tokio::time::Instant;
 
 use super::conversion::Conversion;
-use super::data_set::DataSet;
 use super::exact::lacking_commands;
 use super::preflight::{self, Known, Primary, Target};
-use super::primary::{self, Finding, KnownPrimaries};
+use super::primary;
 use super::record::Record;
-use super::source::{Source, Way};
-use crate::args::{ReadArgs, ReplicaArgs};
+use crate::args::ReplicaArgs;
 use crate::conversation::Protection;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::probe;
+use crate::reader::ReadOptions;
+use crate::reader::data_set::DataSet;
+use crate::reader::primaries::Finding;
+use crate::reader::source::{Source, Way};
 use crate::sentinel::guard;
 use crate::server::own_changes::OwnChanges;
 use crate::server::{Client, Facts, Server, ServerError, ServerUrl, Task};
@@ -110,7 +112,7 @@ impl Prepared {
             }
         }
         refuse_what_the_source_refuses(args, &plan)?;
-        let known = KnownPrimaries::of(args, target.followed(&record), source.address());
+        let known = primary::known(args, target.followed(&record), source.address());
         let known = Known { primaries: known, finding, source: source.address() };
         let began = Instant::now();
         let primary = loop {
@@ -280,8 +282,8 @@ pub(crate) struct Reading {
 ///
 /// # Errors
 /// The source cannot be read over what `--transport` permits.
-async fn try_out(args: &ReadArgs, credentials: &Credentials, is_sealed: bool) -> Result<Reading, Failure> {
-    let mut source = Source::connect(args, credentials).await.map_err(super::source::failure)?;
+async fn try_out(args: &ReadOptions, credentials: &Credentials, is_sealed: bool) -> Result<Reading, Failure> {
+    let mut source = Source::connect(args, credentials).await.map_err(crate::reader::source::failure)?;
     let way = source.way(args);
     refuse_what_this_host_lacks(args, &way, is_sealed)?;
     let keys = source.probe_keys(args).await?;
@@ -336,14 +338,14 @@ pub(super) async fn of_a_run(
     }
 }
 
-fn refuse_what_this_host_lacks(args: &ReadArgs, way: &Way, is_sealed: bool) -> Result<(), Failure> {
+fn refuse_what_this_host_lacks(args: &ReadOptions, way: &Way, is_sealed: bool) -> Result<(), Failure> {
     match way.why_none(is_sealed) {
         Some(why) => Err(Failure::refused(format!("{}: {why}", unreadable(args)))),
         None => Ok(()),
     }
 }
 
-fn unreadable(args: &ReadArgs) -> String {
+fn unreadable(args: &ReadOptions) -> String {
     format!("the source {} cannot be read as --transport asks", args.source)
 }
 

@@ -10,7 +10,7 @@ use remora_protocol::{LossCause, Message as Said, Offer, Relaying, Relays, Upstr
 use super::tables::Lent;
 use super::wire::{End, Host};
 use super::world::World;
-use crate::replica::relay::Assignment;
+use crate::reader::relay::Assignment;
 use crate::replica::simulated_delivery::{Copied, CopyWish, PeerLost, Whence};
 
 /// How long a lender that cannot be reached is tried, and how long one may take to offer its copy: as in the product.

@@ -24,10 +24,10 @@ use crate::args::{HostPort, ReplicaArgs};
 use crate::backoff::Backoff;
 use crate::conversation::Protection;
 use crate::exit::{Code, Failure};
-use crate::replica::data_set::DataSet;
-use crate::replica::machine::{
-    Action, DeliveryEvent, Event as Input, Introduced, Job, Loss, Replica, Report, SourceEvent, Tables,
-};
+use crate::reader::data_set::DataSet;
+use crate::reader::loss::Loss;
+use crate::reader::source::Tables;
+use crate::replica::machine::{Action, DeliveryEvent, Event as Input, Introduced, Job, Replica, Report, SourceEvent};
 use crate::replica::simulated::{Prepared, ServerHandle, prepare};
 use crate::server::Position;
 use crate::tasks::AbortOnDrop;

@@ -14,9 +14,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::exit::Failure;
-use crate::replica::parts::{FeedError, Mapped, Meter, Part};
-use crate::replica::relay::reader::{Lost, ReadFrom, RelayReader};
-use crate::replica::spool::{Held, SnapshotId};
+use crate::reader::meter::Meter;
+use crate::reader::parts::{FeedError, Mapped, Part};
+use crate::reader::relay::reader::{Lost, ReadFrom, RelayReader};
+use crate::reader::spool::{Held, SnapshotId};
 
 /// How long the thread sleeps at most when nothing has arrived: it adds to the time until a new slot is seen, and to
 /// the time that stopping takes.

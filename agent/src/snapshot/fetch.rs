@@ -29,9 +29,9 @@ use crate::exit::{Code, Failure};
 use crate::metrics::{Agent, Families, Scrape, Scrapes, Watch, register as all};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
-use crate::replica::data_set::DataSet;
+use crate::reader::data_set::DataSet;
+use crate::reader::spool::{Held, SnapshotId, Spool};
 use crate::replica::private::{Claim, Folder};
-use crate::replica::spool::{Held, SnapshotId, Spool};
 use crate::server::{Configuration, local, read_configuration};
 use crate::signals::Signals;
 use crate::tasks::blocking;
@@ -78,7 +78,7 @@ async fn fetch(args: FetchArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
              when it saves or ends: stop it before (SHUTDOWN NOSAVE) if it is to start on this file"
         );
     }
-    let fetched = to_file_telling(&args, DataSet::of_a_source(&args.from.expected), |_| {}, scrapes).await?;
+    let fetched = to_file_telling(&args, DataSet::of_a_source(args.from.expected.is_given()), |_| {}, scrapes).await?;
     scrapes.leave(|families| fetched.measure(families));
     fetched.show(&args)
 }
@@ -305,8 +305,11 @@ fn write_nodes_conf(to: &Path, conf: &nodes_conf::NodesConf, how: Placing) -> Re
 async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
     let began = Instant::now();
     let shelf = Arc::new(Shelf::new(&args.spool));
-    let mut fetch =
-        Fetch::start(&args, Arc::clone(&shelf) as Arc<dyn Target>, DataSet::of_a_source(&args.from.expected))?;
+    let mut fetch = Fetch::start(
+        &args,
+        Arc::clone(&shelf) as Arc<dyn Target>,
+        DataSet::of_a_source(args.from.expected.is_given()),
+    )?;
     let (tell, mut written) = tokio::sync::oneshot::channel();
     let (mut begun, source) = (fetch.reception.begun.clone(), Arc::clone(&shelf));
     let writing = async move {

@@ -21,8 +21,8 @@ use super::receiving::{Reception, end, outcome};
 use crate::args::SnapshotMountArgs;
 use crate::events;
 use crate::exit::Failure;
-use crate::replica::data_set::DataSet;
-use crate::replica::spool::{Held, SnapshotId};
+use crate::reader::data_set::DataSet;
+use crate::reader::spool::{Held, SnapshotId};
 use crate::signals::Signals;
 use crate::tasks::blocking;
 
@@ -47,7 +47,7 @@ pub(super) async fn run(args: SnapshotMountArgs) -> Result<(), Failure> {
         Arc::clone(&shelf) as Arc<dyn Target>,
         false,
         None,
-        DataSet::of_a_source(&args.from.expected),
+        DataSet::of_a_source(args.from.expected.is_given()),
     )?;
     let mut received = None;
     // What there is is mounted: until then there is nothing to see, and an error is simply the command's.

@@ -19,19 +19,20 @@ use tokio::task::{JoinError, JoinHandle};
 use tokio::time::MissedTickBehavior;
 
 use super::arrival::{Arrival, ArrivalError, ArrivalNews, Keeper, Stage, Target};
-use crate::args::{PassOnArgs, ReadArgs, RelayArgs, ReplicaNameArgs, SnapshotFromArgs};
+use crate::args::{LenderNameArgs, PassOnArgs, ReplicaNameArgs, SnapshotFromArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::patience::RETRY_FOR;
 use crate::progress::{Meter, Unit};
-use crate::replica::data_set::DataSet;
-use crate::replica::machine::{Loss, no_snapshot, wait_limit};
+use crate::reader::data_set::DataSet;
+use crate::reader::loss::{Loss, no_snapshot, wait_limit};
+use crate::reader::meter::Meter as Counters;
+use crate::reader::relay::reader::{Lost, ReadFrom};
+use crate::reader::relay::{Relay, Said};
+use crate::reader::source::{Chosen, Received, Session, Sinks, Source, join};
+use crate::reader::{ReadOptions, RelayOptions};
 use crate::replica::open_tokens;
-use crate::replica::parts::Meter as Counters;
-use crate::replica::relay::reader::{Lost, ReadFrom};
-use crate::replica::relay::{Relay, Said};
-use crate::replica::source::{Chosen, Received, Session, Sinks, Source, join};
 use crate::tasks::blocking;
 use crate::{events, free_space, host_memory, patience as startup};
 
@@ -46,7 +47,7 @@ const BUFFER_MEMORY: u64 = 96 << 20;
 
 /// Receives one snapshot into a target.
 pub(super) struct Receiving {
-    pub(super) read: ReadArgs,
+    pub(super) read: ReadOptions,
     pub(super) credentials: Credentials,
     /// What the source's snapshot must be of.
     pub(super) data_set: DataSet,
@@ -66,7 +67,7 @@ pub(super) struct Receiving {
 /// How slots pass between this command and replicas.
 pub(super) struct Passing {
     pub(super) tokens: TokenFiles,
-    pub(super) options: RelayArgs,
+    pub(super) options: RelayOptions,
     /// For slots that replicas read here.
     pub(super) memory: u64,
 }
@@ -561,7 +562,7 @@ impl Patience {
     }
 
     /// The failure, if the source has had nothing to offer for too long.
-    fn has_waited_for(&self, read: &ReadArgs) -> Option<Failure> {
+    fn has_waited_for(&self, read: &ReadOptions) -> Option<Failure> {
         let Waiting { since, cause, text } = self.waiting.as_ref()?;
         let waited = since.elapsed();
         (waited > wait_limit(*cause, read.retry_for)).then(|| no_snapshot(&read.source, waited, text))
@@ -571,7 +572,7 @@ impl Patience {
     ///
     /// # Errors
     /// Another attempt cannot succeed, or the attempts have taken too long.
-    fn lost(&mut self, read: &ReadArgs, target: &dyn Target, loss: Loss) -> Result<Duration, Failure> {
+    fn lost(&mut self, read: &ReadOptions, target: &dyn Target, loss: Loss) -> Result<Duration, Failure> {
         self.reached(target.present().map_or(0, |kept| kept.reached().bytes));
         if !loss.passes {
             return Err(loss.failure);
@@ -619,18 +620,18 @@ impl Reception {
     ) -> Result<Reception, Failure> {
         let files: Vec<PathBuf> = from.token_file.iter().cloned().collect();
         pass_on.map_or(Ok(()), |pass_on| host_memory::check("--memory", pass_on.memory))?;
-        let (readers, relay) = match pass_on {
-            Some(pass_on) => (pass_on.readers.clone(), pass_on.relay.clone()),
-            None => (ReplicaNameArgs::default(), RelayArgs::default()),
+        let (readers, lender, relay) = match pass_on {
+            Some(pass_on) => (pass_on.readers.clone(), pass_on.lender.clone(), pass_on.relay.plain()),
+            None => (ReplicaNameArgs::default(), LenderNameArgs::default(), RelayOptions::default()),
         };
-        let tokens = open_tokens(&files, &from.security, &from.expected, &readers, &relay)?;
+        let tokens = open_tokens(&files, &from.security, &from.expected, (&readers, &lender), relay.peer_listen)?;
         let credentials = tokens.credentials(from.expected.source_key);
         let rereading = tokens.read_again_on_hangup()?;
         let passing = pass_on.map(|pass_on| Passing { tokens, options: relay, memory: pass_on.memory.get() });
         let (begin, begun) = watch::channel(false);
         let (stop, stopped) = watch::channel(false);
         let name = from.name.clone().unwrap_or_else(|| name.to_owned());
-        let read = from.read.clone();
+        let read = from.read.plain();
         let receiving = Receiving { read, credentials, data_set, name, target, asks, passing, begun: begin, stopped };
         let running = tokio::spawn(async move {
             let _rereading = rereading;

@@ -32,7 +32,7 @@ use self::sets::Sizes;
 use super::manifest::{Gap, Kind, Manifest};
 use super::moment::Moment;
 use super::{Recorded, Seen, Target};
-use crate::args::{BackupArgs, ReadArgs};
+use crate::args::BackupArgs;
 use crate::backoff::Backoff;
 use crate::conversation::Fault;
 use crate::conversation::certificates::CertificateRoles;
@@ -40,9 +40,10 @@ use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
 use crate::progress;
-use crate::replica::data_set::DataSet;
-use crate::replica::parts::Part;
-use crate::replica::source::{Received, Session, Sinks, Source, join, unreachable};
+use crate::reader::ReadOptions;
+use crate::reader::data_set::DataSet;
+use crate::reader::parts::Part;
+use crate::reader::source::{Received, Session, Sinks, Source, join, unreachable};
 use crate::signals::Signals;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
@@ -91,8 +92,8 @@ pub(super) async fn run(
     let _rereading = tokens.read_again_on_hangup()?;
     let credentials = tokens.credentials(from.expected.source_key);
     let name = from.name.clone().unwrap_or_else(|| "backup".to_owned());
-    let data_set = DataSet::of_a_source(&from.expected);
-    let from = From { read: from.read, credentials, data_set, name, sync_every: args.sync_every };
+    let data_set = DataSet::of_a_source(from.expected.is_given());
+    let from = From { read: from.read.plain(), credentials, data_set, name, sync_every: args.sync_every };
     let context = Arc::new(Context { args, target, from, naming: Arc::default() });
     let mut present = scrapes.meanwhile("what is there is being checked", resume(&context)).await?;
     let mut beginning = if present.is_none() { Some(context.begin(None, None)) } else { None };
@@ -384,7 +385,7 @@ const OFFER_LIMIT: Duration = Duration::from_secs(20);
 /// What is read, and how.
 #[derive(Clone)]
 struct From {
-    read: ReadArgs,
+    read: ReadOptions,
     credentials: Credentials,
     /// What all folders of one command are about.
     data_set: DataSet,

@@ -86,7 +86,8 @@ pub async fn run(args: AttendArgs) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
     let (_watch, mut scrapes) = Watch::begin(Agent::Attend, args.metrics.metrics, None).await?;
     let PeerArgs { security, expected, readers, .. } = &args.peers;
-    let tokens = open_tokens(&args.token_files, security, expected, readers, &args.lend.relay)?;
+    let tokens =
+        open_tokens(&args.token_files, security, expected, (readers, &args.lend.lender), args.lend.relay.peer_listen)?;
     let _rereading = tokens.read_again_on_hangup()?;
     let server = args.server.open(Task::Attend)?;
     let port = args.listen_port;

@@ -18,7 +18,7 @@ use super::passage::Arrival;
 use crate::args::{HostPort, SyncArgs};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::exit::{Code, Failure};
-use crate::replica::source::{self, Source};
+use crate::reader::source::{self, Source};
 use crate::server::Facts;
 
 /// How long a source's server that is behind the primary's backlog has to show that it follows: longer than a source's

@@ -24,13 +24,13 @@ use crate::conversation::tokens::TokenFiles;
 use crate::events;
 use crate::exit::{Code, Failure};
 use crate::metrics::{Scrape, Scrapes};
+use crate::reader::data_set::DataSet;
+use crate::reader::meter::Meter;
+use crate::reader::source::Source;
 use crate::replica::control::Control;
 use crate::replica::conversion::Conversion;
-use crate::replica::data_set::DataSet;
 use crate::replica::driver::{self, Attending, Driver};
 use crate::replica::link::candidates::Newcomer;
-use crate::replica::parts::Meter;
-use crate::replica::source::Source;
 use crate::server::{CONVERTED, Client, Facts, Server, ServerError};
 
 /// How long the source may take to say what it serves, before the primary serves the server. The server waits for

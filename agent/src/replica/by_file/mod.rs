@@ -30,7 +30,6 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use self::file::Place;
-use super::data_set::DataSet;
 use super::exact::{self, Exactness};
 use super::preflight::{Primary, REWRITE, refuse_without_turning_saves_off, saves_stay_on};
 use super::prepared::{Prepared, Suits};
@@ -42,6 +41,7 @@ use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
 use crate::patience::Patience;
 use crate::progress;
+use crate::reader::data_set::DataSet;
 use crate::server::{Client, Facts, Kept, Server, ServerError, Task};
 use crate::signals::{Signals, until_signal};
 use crate::snapshot::fetch::{self, Whole};
@@ -259,7 +259,12 @@ impl Delivery {
             allow_stale: true,
             need: RESTART_TIME + Duration::from_secs(bytes / LOAD_RATE),
             write_replicaof,
-            pass_on: PassOnArgs { relay: args.lend.relay.clone(), readers: peers.readers.clone(), memory: args.memory },
+            pass_on: PassOnArgs {
+                relay: args.lend.relay.clone(),
+                lender: args.lend.lender.clone(),
+                readers: peers.readers.clone(),
+                memory: args.memory,
+            },
             alone: false,
             ..FetchArgs::of_a_backup(from, place.file.clone(), PathBuf::new())
         }

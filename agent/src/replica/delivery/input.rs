@@ -11,13 +11,14 @@ use remora_redis::aof::{Foreign, Known, Unfit};
 use remora_table::{Chunk, Seal, Slot};
 use rustix::event::PollFlags;
 
-use super::orders::Progress;
 use super::payload::{Piece, Used};
 use super::{Demand, Wait};
-use crate::replica::feed::{Feed, Pumped, SnapshotFeed};
-use crate::replica::parts::{FeedError, Meter};
-use crate::replica::relay::reader::{Lost, ReadFrom, RelayReader};
-use crate::replica::spool::{SnapshotId, Spool};
+use crate::reader::feed::Position;
+use crate::reader::feed::{Feed, Pumped, SnapshotFeed};
+use crate::reader::meter::Meter;
+use crate::reader::parts::FeedError;
+use crate::reader::relay::reader::{Lost, ReadFrom, RelayReader};
+use crate::reader::spool::{SnapshotId, Spool};
 
 /// The first and the longest pause between two polls of an idle journal. They bound the lag that polling adds. A longer
 /// pause costs less of both ends' processors; the journal is looked at again at once while it brings something.
@@ -168,7 +169,7 @@ impl Input {
     }
 
     /// Reads from this feed, from the slot and offset that the delivery has reached.
-    pub(super) fn attach(&mut self, now: Instant, mut feed: Box<Feed>, at: &Progress) -> Result<(), FeedError> {
+    pub(super) fn attach(&mut self, now: Instant, mut feed: Box<Feed>, at: &Position) -> Result<(), FeedError> {
         self.keep_the_copy(now);
         if !at.loaded {
             // Without a spool all slots below the next one have gone to the server. With one they may have to go again.

@@ -45,14 +45,15 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use self::input::{Fetched, Input, InputError, Stream};
 use self::orders::Control;
-pub(super) use self::orders::{Handle, Notice, Order, Progress, Setup};
+pub(super) use self::orders::{Handle, Notice, Order, Setup};
 use self::payload::{Piece, PlainPayload, Used, WriteError, Wrote, random_mark};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
 use super::conversion::Conversion;
-use super::feed::Feed;
 use super::link::candidates::{Candidates, Newcomer};
-use super::parts::{FeedError, Meter};
 use crate::exit::{Code, Failure};
+use crate::reader::feed::{Feed, Position};
+use crate::reader::meter::Meter;
+use crate::reader::parts::FeedError;
 
 /// Bytes written to the link in one turn. The bound keeps a fast server from delaying the loop's other work.
 const TURN_BYTES: usize = 8 << 20;
@@ -69,7 +70,7 @@ struct Delivery {
     notices: UnboundedSender<Notice>,
     meter: Arc<Meter>,
     candidates: Candidates,
-    at: Progress,
+    at: Position,
     input: Input,
     stream: Stream,
     link: Option<ServerLink>,
@@ -128,7 +129,7 @@ impl Delivery {
             notices: setup.notices,
             meter: setup.meter.clone(),
             candidates: setup.candidates,
-            at: Progress::default(),
+            at: Position::default(),
             input: Input::new(now, setup.spool, setup.found, setup.meter),
             stream: Stream::new(setup.backlog_limit, setup.conversion.as_ref().map(|found| found.known.clone())),
             link: None,
@@ -179,7 +180,7 @@ impl Delivery {
     }
 
     fn publish(&self) {
-        self.control.shared.publish(Progress { copy: self.input.copy(), ..self.at.clone() });
+        self.control.shared.publish(Position { copy: self.input.copy(), ..self.at.clone() });
     }
 
     // ---- orders ----
@@ -263,7 +264,7 @@ impl Delivery {
     fn begin_snapshot(&mut self, feed: &Feed) -> Result<(), String> {
         self.stream.clear();
         let next_byte = feed.id.origin.offset + 1;
-        self.at = Progress { snapshot: Some(feed.id), next_byte, ..Progress::default() };
+        self.at = Position { snapshot: Some(feed.id), next_byte, ..Position::default() };
         self.input.begin_snapshot(&feed.id, feed.seal())
     }
 

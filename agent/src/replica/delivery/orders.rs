@@ -7,18 +7,18 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use remora_fabric::Memory;
 use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::exit::Failure;
+use crate::reader::feed::{Feed, Position};
+use crate::reader::meter::Meter;
+use crate::reader::parts::FeedError;
+use crate::reader::relay::reader::{Lost, ReadFrom};
+use crate::reader::spool;
 use crate::replica::conversion::Conversion;
 use crate::replica::delivery::introduction::{Answer, Introduction};
-use crate::replica::feed::Feed;
 use crate::replica::link::candidates::{Candidates, Newcomer};
-use crate::replica::parts::{FeedError, Meter};
-use crate::replica::relay::reader::{Lost, ReadFrom};
-use crate::replica::spool;
 
 /// An order of the driver to the delivery.
 pub(in crate::replica) enum Order {
@@ -64,7 +64,7 @@ pub(in crate::replica) enum Notice {
     Loaded,
     /// The server's link ended.
     LinkLost { text: String, loading: bool },
-    /// The feed ended. Another one is needed that begins where [`Progress`] says.
+    /// The feed ended. Another one is needed that begins where [`Position`] says.
     FeedLost { error: FeedError },
     /// An upstream replica cannot be read any more. Nothing is read until [`Order::ReadFrom`] names another.
     PeerLost(Lost),
@@ -78,31 +78,16 @@ pub(in crate::replica) enum Notice {
     Fatal { text: String },
 }
 
-/// Where the next feed must begin.
-#[derive(Clone, Debug, Default)]
-pub(in crate::replica) struct Progress {
-    /// The snapshot that slots were read from.
-    pub(in crate::replica) snapshot: Option<spool::SnapshotId>,
-    /// The first slot that is still needed.
-    pub(in crate::replica) next_slot: u64,
-    /// The next byte of the stream that is needed; 0 before the first feed.
-    pub(in crate::replica) next_byte: u64,
-    /// The server holds the whole snapshot: only the stream is needed.
-    pub(in crate::replica) loaded: bool,
-    /// The memory of the copy that the next feed can continue.
-    pub(in crate::replica) copy: Option<Arc<Memory>>,
-}
-
-/// Progress, as the thread publishes it and the handle reads it.
+/// The position, as the thread publishes it and the handle reads it.
 #[derive(Clone, Default)]
-pub(super) struct Shared(Arc<Mutex<Progress>>);
+pub(super) struct Shared(Arc<Mutex<Position>>);
 
 impl Shared {
-    pub(super) fn publish(&self, progress: Progress) {
+    pub(super) fn publish(&self, progress: Position) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = progress;
     }
 
-    fn read(&self) -> Progress {
+    fn read(&self) -> Position {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
@@ -155,7 +140,7 @@ impl Handle {
         }
     }
 
-    pub(in crate::replica) fn progress(&self) -> Progress {
+    pub(in crate::replica) fn progress(&self) -> Position {
         self.shared.read()
     }
 

@@ -10,10 +10,10 @@ use remora_table::{LoadPage, Place, Slot};
 
 use super::reference_plan::{Abilities, Part, ReferencePlan};
 use crate::exit::{Code, Failure};
+use crate::reader::parts::FeedError;
+use crate::reader::spool::{Held, Spool};
 use crate::replica::delivery::introduction::{Answer, GrantedMemory};
 use crate::replica::link::{Link, Pacer};
-use crate::replica::parts::FeedError;
-use crate::replica::spool::{Held, Spool};
 
 /// Bytes handed to the socket at once.
 pub(super) const WRITE_PIECE: usize = 1 << 20;

@@ -22,11 +22,11 @@ use super::input::{self, Stream};
 use super::orders::Notice;
 use super::payload::{Piece, PlainPayload, ReferencedPayload, Turn, Used, WriteError, Wrote, random_mark};
 use super::{Cause, Delivery, Demand};
+use crate::reader::parts::FeedError;
+use crate::reader::spool::Spool;
 use crate::replica::delivery::introduction::{self, Answer, GrantedMemory};
 use crate::replica::link::candidates::Newcomer;
 use crate::replica::link::{Link, Pacer};
-use crate::replica::parts::FeedError;
-use crate::replica::spool::Spool;
 
 /// Interval of newlines to a server that waits for its payload. It gives up after `repl-timeout`, 60 s by default.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(1);

@@ -18,12 +18,13 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::orders::ends;
 use super::{Delivery, Handle, Notice, Order, Readiness, Setup, Turned};
 use crate::exit::{Code, Failure};
-use crate::replica::feed::Feed;
+use crate::reader::feed::Feed;
+use crate::reader::meter::Meter;
+use crate::reader::parts::{CopyPlan, Part, Parts};
+use crate::reader::relay::reader::{Lost, ReadFrom, Reading as PeerReading};
+use crate::reader::spool::SnapshotId;
 use crate::replica::link::candidates::{Candidates, Locality};
 use crate::replica::machine::{DeliveryEvent, Reading};
-use crate::replica::parts::{CopyPlan, Meter, Part, Parts};
-use crate::replica::relay::reader::{Lost, ReadFrom, Reading as PeerReading};
-use crate::replica::spool::SnapshotId;
 
 /// Bytes of the stream that may wait for the server.
 const BACKLOG_LIMIT: usize = 1 << 20;

@@ -16,9 +16,9 @@ use remora_table::{Expectation, Geometry, Identity, JournalWriter, Kind, SinkLay
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
+use crate::reader::parts::{CopyPlan, Part, Parts};
+use crate::reader::spool::SnapshotId;
 use crate::replica::link::candidates::Locality;
-use crate::replica::parts::{CopyPlan, Part, Parts};
-use crate::replica::spool::SnapshotId;
 
 const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 8 };
 const HISTORY: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -548,7 +548,7 @@ fn the_copy_outlives_its_feed_and_the_next_feed_goes_on_with_it() {
     let source = Source::with(&world.network, 5, &content(20_000));
     let (feed, copy) = source.feed_with_a_copy(&world.network);
     world.order(Order::Attach(feed));
-    world.order(Order::ReadFrom(super::super::relay::reader::ReadFrom::Source));
+    world.order(Order::ReadFrom(crate::reader::relay::reader::ReadFrom::Source));
     world.settle();
     assert!(Arc::ptr_eq(world.handle.progress().copy.as_ref().unwrap(), &copy));
     world.delivery.lose_feed(Instant::now(), FeedError::Table(remora_table::Error::Misuse("lost")));

@@ -17,7 +17,7 @@ use super::watches::Outrun;
 use crate::metrics::{Families, Scrape, Scrapes, register as all};
 use crate::progress::tracker::{Look, Tracker, known};
 use crate::progress::{Meter, Unit};
-use crate::replica::parts::Meter as Counters;
+use crate::reader::meter::Meter as Counters;
 
 /// When progress is shown next, and where.
 pub(super) struct Display {

@@ -35,23 +35,25 @@ use self::server::{ServerTask, Work};
 pub(super) use self::start::{Attending, Setup};
 use self::watches::Coverage;
 use super::control::Guard;
-use super::data_set::DataSet;
 use super::delivery::introduction::{Answer, Introduction};
 use super::delivery::{Handle, Notice, Order};
-use super::feed::Feed;
+use super::exact::Judgement;
 use super::link::candidates::Newcomer;
-use super::machine::{Action, DeliveryEvent, Event, Job, Loss, Reading, Replica, SourceEvent};
-use super::parts::Meter;
-use super::primary::Finding;
-use super::relay::reader::ReadFrom;
-use super::relay::{Relay, Said};
+use super::machine::{Action, DeliveryEvent, Event, Job, Reading, Replica, SourceEvent};
 use super::report::{PROGRESS_EVERY, Summary};
-use super::source::{Chosen, Received, Session, Sinks, Source, join_again};
-use super::spool::SnapshotId;
 use crate::args::SyncArgs;
 use crate::conversation::tokens::Credentials;
 use crate::exit::{Code, Failure};
 use crate::progress;
+use crate::reader::data_set::DataSet;
+use crate::reader::feed::Feed;
+use crate::reader::loss::Loss;
+use crate::reader::meter::Meter;
+use crate::reader::primaries::Finding;
+use crate::reader::relay::reader::ReadFrom;
+use crate::reader::relay::{Relay, Said};
+use crate::reader::source::{Chosen, Received, Session, Sinks, Source, join_again};
+use crate::reader::spool::SnapshotId;
 use crate::server::Position;
 use crate::tasks::AbortOnDrop;
 use crate::units::readable;
@@ -71,6 +73,7 @@ pub(super) struct Driver {
     delivery: Handle,
     from_server: FromServer,
     meter: Arc<Meter>,
+    judgement: Judgement,
     sinks: Sinks,
     connecting: (UnboundedSender<Connected>, UnboundedReceiver<Connected>),
     /// The task that connects to the source.
@@ -337,7 +340,7 @@ impl Driver {
         }
     }
 
-    fn upstream_lost(&mut self, lost: super::relay::reader::Lost) {
+    fn upstream_lost(&mut self, lost: crate::reader::relay::reader::Lost) {
         if let (Some(message), Some(session)) = (self.relay.lost(lost), &self.session) {
             session.send(message);
         }
@@ -577,7 +580,7 @@ impl Driver {
             strangers: self.meter.strangers.get(),
             ..Summary::default()
         };
-        summary.exact = self.meter.exactness().proved(&summary.replid, snapshot_offset, summary.hand_off_offset);
+        summary.exact = self.judgement.get().proved(&summary.replid, snapshot_offset, summary.hand_off_offset);
         summary.time(moments, moments.handed_over.unwrap_or_else(Instant::now));
         summary
     }

@@ -15,14 +15,15 @@ use tokio::sync::{Notify, oneshot};
 use super::server::{Hands, Keeper, ServerTask, Watched, Work};
 use crate::args::ReplicaArgs;
 use crate::exit::Failure;
+use crate::reader::data_set::DataSet;
+use crate::reader::meter::Meter;
 use crate::replica::control::Control;
-use crate::replica::data_set::DataSet;
 use crate::replica::delivery::introduction::Introduction;
+use crate::replica::exact::Judgement;
 use crate::replica::link::candidates::{LinkFailure, LinkPort};
 use crate::replica::machine::{Job, Report, Rules};
-use crate::replica::parts::Meter;
 use crate::replica::preflight::{self, Known};
-use crate::replica::primary::KnownPrimaries;
+use crate::replica::primary;
 use crate::replica::record::Record;
 use crate::server::{PinSizes, Task};
 
@@ -106,7 +107,7 @@ pub(crate) async fn prepare(
         record.put_back(&mut client).await?;
     }
     let Ok(plan) = plan.await else { return Err(Failure::local("the source was lost")) };
-    let primaries = KnownPrimaries::of(&args, target.followed(&record), source);
+    let primaries = primary::known(&args, target.followed(&record), source);
     let known = Known { primaries, finding: None, source };
     let primary = preflight::primary(&args, &server, &target, &plan, &known).await.map_err(|unfit| unfit.failure)?;
     preflight::refuse_to_overwrite(&args, &server, &target)?;
@@ -133,7 +134,12 @@ pub(crate) async fn prepare(
     let control = Control::new(server, client);
     let meter = Arc::new(Meter::default());
     let hurry = Arc::new(Notify::new());
-    let watched = Watched { meter: meter.clone(), link_failure: LinkFailure::default(), hurry: hurry.clone() };
+    let watched = Watched {
+        meter: meter.clone(),
+        judgement: Judgement::default(),
+        link_failure: LinkFailure::default(),
+        hurry: hurry.clone(),
+    };
     let keeper = Keeper::new(args.into(), control, record, target, primary, LinkPort::opened(link), watched);
     let server = ServerHandle { task: ServerTask::start(Hands::Commands(Box::new(keeper)), hurry), jobs: 0, meter };
     Ok(Prepared { server, rules, data_set, kind, secret, primary: address, asks_primary })

@@ -16,21 +16,22 @@ use crate::args::{ReplicaArgs, SyncArgs};
 use crate::backoff::Backoff;
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::Failure;
+use crate::reader::data_set::DataSet;
+use crate::reader::meter::Meter;
+use crate::reader::relay::Relay;
+use crate::reader::source::{Session, Sinks, Source};
+use crate::reader::spool::Spool;
 use crate::replica::attend::gate::Gate;
 use crate::replica::attend::guide::Watcher;
 use crate::replica::attend::passage::Login;
 use crate::replica::control::{Control, Guard};
 use crate::replica::conversion::Conversion;
-use crate::replica::data_set::DataSet;
 use crate::replica::delivery;
+use crate::replica::exact::Judgement;
 use crate::replica::link::candidates::{Candidates, LinkLogin, Locality, Newcomer};
 use crate::replica::machine::{Replica, Rules};
-use crate::replica::parts::Meter;
 use crate::replica::preflight::{Primary, Target};
 use crate::replica::record::Record;
-use crate::replica::relay::Relay;
-use crate::replica::source::{Session, Sinks, Source};
-use crate::replica::spool::Spool;
 use crate::server::{CONVERTED, PinSizes};
 
 /// The start of a sync.
@@ -142,8 +143,8 @@ impl Driver {
             spool,
             conversion,
         };
-        let keeper = |meter, hurry| {
-            let watched = Watched { meter, link_failure, hurry };
+        let keeper = |meter, judgement, hurry| {
+            let watched = Watched { meter, judgement, link_failure, hurry };
             Hands::Commands(Box::new(Keeper::new(args, control, record, target, primary, link, watched)))
         };
         let mut driver = Driver::assemble(ways, keeper).await?;
@@ -166,11 +167,16 @@ impl Driver {
         let (coverage, spool) = (Coverage::start_as_the_server(login), None);
         let ways =
             Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool, conversion };
-        let hands = |meter, _| Hands::Interception(Box::new(Intercepted::new(control, primary, gate, watcher, meter)));
+        let hands = |_, judgement, _| {
+            Hands::Interception(Box::new(Intercepted::new(control, primary, gate, watcher, judgement)))
+        };
         Driver::assemble(ways, hands).await
     }
 
-    async fn assemble(ways: Ways, keeper: impl FnOnce(Arc<Meter>, Arc<Notify>) -> Hands) -> Result<Driver, Failure> {
+    async fn assemble(
+        ways: Ways,
+        keeper: impl FnOnce(Arc<Meter>, Judgement, Arc<Notify>) -> Hands,
+    ) -> Result<Driver, Failure> {
         let Ways { args, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool, conversion } =
             ways;
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
@@ -178,7 +184,7 @@ impl Driver {
             signal(SignalKind::interrupt()).map_err(no_handler)?,
             signal(SignalKind::terminate()).map_err(no_handler)?,
         );
-        let (meter, hurry) = (Arc::new(Meter::default()), Arc::new(Notify::new()));
+        let (meter, judgement, hurry) = (Arc::new(Meter::default()), Judgement::default(), Arc::new(Notify::new()));
         let sinks = Sinks::new(args.memory.get());
         let (tell, notices) = mpsc::unbounded_channel();
         let delivery = delivery::spawn(delivery::Setup {
@@ -217,7 +223,7 @@ impl Driver {
             machine: Replica::begin(now, rules, Backoff::from_system()),
             facts,
             session: Some(Session::start(source, way)),
-            server: ServerTask::start(keeper(meter.clone(), hurry.clone()), hurry),
+            server: ServerTask::start(keeper(meter.clone(), judgement.clone(), hurry.clone()), hurry),
             relay,
             delivery,
             from_server: FromServer {
@@ -229,6 +235,7 @@ impl Driver {
                 guard: None,
             },
             meter,
+            judgement,
             sinks,
             connecting: mpsc::unbounded_channel(),
             calling: None,

@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use remora_fabric::TransportKind;
 use remora_protocol::{Message, Offer, WaitCause};
 
-use crate::conversation::Protection;
-use crate::events;
 use crate::exit::Failure;
+use crate::reader::loss::Loss;
+use crate::reader::source::Tables;
 use crate::server::PinSizes;
 
 /// What the machine must know once.
@@ -88,58 +87,6 @@ pub(crate) enum SourceEvent {
     GenerationGone { generation: u64, text: String },
     /// Whether the primary would continue the server at the offset of the last question.
     HandOffAnswer { covered: bool, text: String },
-}
-
-/// Why the source cannot be used at present.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Loss {
-    /// Another attempt may succeed without an operator.
-    pub(crate) passes: bool,
-    /// The source ended the session because the server took nothing.
-    pub(crate) stalled: bool,
-    /// The source does not hold what the server needs next: a server that has loaded can only go to the primary, or
-    /// load another snapshot.
-    pub(crate) history_gone: bool,
-    pub(crate) failure: Failure,
-}
-
-impl Loss {
-    /// A failure after which another attempt may succeed.
-    pub(crate) fn passing(failure: Failure) -> Loss {
-        Loss { passes: true, stalled: false, history_gone: false, failure }
-    }
-}
-
-/// How the tables are read.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Tables {
-    /// The offer that they belong to.
-    pub(crate) offer: Box<Offer>,
-    pub(crate) transport: TransportKind,
-    /// Why no better transport is used; empty if there is none.
-    pub(crate) why: String,
-    pub(crate) protection: Protection,
-}
-
-impl Tables {
-    /// Logs how the tables are read, where that differs from `before`.
-    pub(crate) fn log_what_is_new(&self, before: Option<&Tables>) {
-        let Tables { offer, transport, why, protection } = self;
-        if before.is_some_and(|before| before.transport == *transport && before.why == *why) {
-            return;
-        }
-        if before.is_some_and(|before| before.transport == TransportKind::Verbs) {
-            tracing::warn!(
-                event = events::RDMA_ENDED,
-                now = transport.name(),
-                why,
-                "RDMA to the source has ended; going on by another transport"
-            );
-        }
-        let (generation, offset) = (offer.generation, offer.offset);
-        let transport = transport.name();
-        tracing::info!(event = events::SOURCE_READ, transport, why, %protection, generation, offset, "reading the source's tables");
-    }
 }
 
 /// A report of the delivery thread.

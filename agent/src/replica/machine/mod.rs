@@ -46,17 +46,18 @@ use std::time::Instant;
 use remora_protocol::Phase;
 
 pub(crate) use self::event::{
-    Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, Loss, NoAnswer,
-    NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent, Tables,
+    Action, DeliveryEvent, Event, Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, NoAnswer,
+    NotFollowed, PrimaryLink, Reading, Report, Rules, SourceEvent,
 };
 use self::hand_off::{Ending, HAND_OFF_LIMIT, HandOff, HandedOver, Next, Uncovered};
 use self::server_side::{CatchUp, Otherwise, Parting, ServerSide, State, is_near_enough};
 use self::supply::{Supply, SupplyState, Verdict};
-pub(crate) use self::supply::{no_snapshot, wait_limit};
 use super::report::Moments;
 use crate::backoff::Backoff;
 use crate::events;
 use crate::exit::{Code, Failure};
+use crate::reader::loss::Loss;
+use crate::reader::source::Tables;
 
 /// Loads that the server may break off before the sync fails.
 const BROKEN_LOADS_LIMIT: u32 = 3;

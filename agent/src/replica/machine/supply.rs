@@ -4,17 +4,11 @@ use std::time::{Duration, Instant};
 
 use remora_protocol::WaitCause;
 
-use super::event::{Loss, Reading, Rules};
+use super::event::{Reading, Rules};
 use crate::backoff::Backoff;
-use crate::exit::{Code, Failure};
-
-/// How long the source may have nothing to offer if `--retry-for` is shorter. A primary may be busy with another
-/// snapshot of its own first. One whose snapshots fail is waited for during `--retry-for` only.
-const WAIT_LIMIT: Duration = Duration::from_secs(60);
-
-/// How long a turn may be away (`--at-once` of a source): 64 replicas with a snapshot of 100 GB, one after the other,
-/// at 1 Gb/s take some 14 hours. A source that ends, or whose connection does, ends this wait at once.
-const TURN_LIMIT: Duration = Duration::from_secs(24 * 3600);
+use crate::exit::Failure;
+use crate::reader::loss::Loss;
+use crate::reader::loss::{no_snapshot, wait_limit};
 
 /// How long an attended server waits for a source whose own server is cut off from their primary: a link that broke
 /// is back within a second or two, and the primary can serve the server meanwhile.
@@ -109,22 +103,6 @@ impl Waiting {
             cause => (self.since, wait_limit(cause, rules.retry_for)),
         }
     }
-}
-
-/// How long a source may have nothing to offer, for this cause.
-pub(crate) fn wait_limit(cause: WaitCause, retry_for: Duration) -> Duration {
-    match cause {
-        WaitCause::LastAttemptFailed | WaitCause::CutOff => retry_for,
-        WaitCause::Turn => retry_for.max(TURN_LIMIT),
-        _ => retry_for.max(WAIT_LIMIT),
-    }
-}
-
-/// A source that has had nothing to offer for too long.
-pub(crate) fn no_snapshot(source: &dyn std::fmt::Display, waited: Duration, text: &str) -> Failure {
-    let seconds = waited.as_secs();
-    let text = format!("the source {source} has had no snapshot to offer for {seconds} s: {text}");
-    Failure::passing(Code::Source, text)
 }
 
 /// What follows from a loss.

@@ -7,9 +7,9 @@ use tokio::time::Instant;
 use super::{Before, Keeper, is_copying};
 use crate::args::OnFailure;
 use crate::exit::{Code, Failure};
+use crate::reader::meter::Meter;
 use crate::replica::control::{Expected, NotOurs};
 use crate::replica::machine::{Followed, Lapse, Leaving, Left};
-use crate::replica::parts::Meter;
 use crate::replica::{exact, primary};
 use crate::sentinel::guard;
 use crate::server::{Facts, ServerError};
@@ -44,7 +44,7 @@ impl Keeper {
         if outcome.is_err() {
             found.lines().iter().for_each(|line| progress::say(line));
         }
-        self.watched.meter.set_exactness(found);
+        self.watched.judgement.set(found);
         outcome
     }
 

@@ -23,18 +23,20 @@ use self::module::Standing;
 use crate::args::ReplicaArgs;
 use crate::events;
 use crate::exit::{Code, Failure};
+use crate::reader::meter::Meter;
+use crate::reader::primaries::Trust;
 use crate::replica::attend::gate::Gate;
 use crate::replica::attend::guide::Watcher;
 use crate::replica::control::{Control, Expected, NotOurs};
 use crate::replica::delivery::introduction::{Answer, Introduction};
 use crate::replica::exact;
+use crate::replica::exact::Judgement;
 use crate::replica::link::candidates::{LinkFailure, LinkPort};
 use crate::replica::machine::{
     Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
 };
-use crate::replica::parts::Meter;
 use crate::replica::preflight::{self, FOLLOW, Primary, REWRITE, Target};
-use crate::replica::primary::{self, Trust};
+use crate::replica::primary;
 use crate::replica::record::{Record, Rewrites};
 use crate::server::own_changes::Counted;
 use crate::server::{Client, Facts, RefusalKind, Server, ServerError};
@@ -173,6 +175,8 @@ pub(super) struct Keeper {
 /// What others show to the server's task.
 pub(super) struct Watched {
     pub(super) meter: Arc<Meter>,
+    /// Where it notes what it has found of the conditions of an exact replica.
+    pub(super) judgement: Judgement,
     pub(super) link_failure: LinkFailure,
     /// A signal has come, and nothing more is waited for.
     pub(super) hurry: Arc<Notify>,
@@ -643,7 +647,7 @@ pub(super) struct Intercepted {
     watcher: Option<Watcher>,
     /// What the server had counted before the sync.
     counted: Option<Counted>,
-    meter: Arc<Meter>,
+    judgement: Judgement,
 }
 
 impl Intercepted {
@@ -652,9 +656,9 @@ impl Intercepted {
         primary: (String, u16),
         gate: Gate,
         watcher: Option<Watcher>,
-        meter: Arc<Meter>,
+        judgement: Judgement,
     ) -> Intercepted {
-        Intercepted { control, primary, gate, watcher, counted: None, meter }
+        Intercepted { control, primary, gate, watcher, counted: None, judgement }
     }
 
     async fn perform(&mut self, job: Job) -> Report {
@@ -689,7 +693,7 @@ impl Intercepted {
         let server = self.control.server().url().to_string();
         let found = exact::judge(self.control.client().await?, self.counted.as_ref(), None).await?;
         let outcome = found.outcome(&server);
-        self.meter.set_exactness(found);
+        self.judgement.set(found);
         outcome
     }
 

@@ -20,13 +20,15 @@ use std::time::Duration;
 use remora_protocol::{Former, Offer};
 use remora_redis::ReplId;
 
-use super::machine::Loss;
-use super::primary::{Finding, KnownPrimaries};
-use super::source::{Source, unreachable};
-use crate::args::{HostPort, ReadArgs, SourceKeyArgs};
-use crate::conversation::tokens::Credentials;
-use crate::exit::{Code, Failure};
-use crate::server::{Facts, RefusalKind, Server, ServerError};
+use crate::loss::Loss;
+use crate::primaries::{Finding, KnownPrimaries};
+use crate::source::{Source, unreachable};
+use remora_server::HostPort;
+
+use crate::ReadOptions;
+use remora_conversation::tokens::Credentials;
+use remora_process::exit::{Code, Failure};
+use remora_server::{Facts, RefusalKind, Server, ServerError};
 
 /// Former histories that are remembered. Each fail-over adds one; the rest of a run needs the last ones only.
 const FORMERS: usize = 8;
@@ -36,7 +38,7 @@ const PRIMARY_LIMIT: Duration = Duration::from_secs(5);
 
 /// What a run is about.
 #[derive(Clone, Debug)]
-pub(crate) struct DataSet {
+pub struct DataSet {
     agreed: Arc<Mutex<Option<Agreed>>>,
     witness: Witness,
     /// The addresses that a source may name as the primary's (`--expect-primary`).
@@ -83,25 +85,19 @@ enum Compared {
 
 impl DataSet {
     /// The data set of the first source that is compared, for a run without a server.
-    pub(crate) fn of_a_source(expected: &SourceKeyArgs) -> DataSet {
-        let has_key = expected.source_key.is_some() || expected.source_name.is_some();
+    pub fn of_a_source(has_key: bool) -> DataSet {
         DataSet { agreed: Arc::default(), witness: Witness::Source { has_key }, expected: None }
     }
 
     /// The data set of this plan, for the same.
-    pub(crate) fn of_a_plan(plan: &Offer, expected: &SourceKeyArgs) -> DataSet {
-        let data_set = DataSet::of_a_source(expected);
+    pub fn of_a_plan(plan: &Offer, has_key: bool) -> DataSet {
+        let data_set = DataSet::of_a_source(has_key);
         data_set.note(plan);
         data_set
     }
 
     /// The data set of a primary that the server will follow, and that was compared with this plan.
-    pub(super) fn of_a_primary(
-        server: Server,
-        finding: Option<Finding>,
-        known: &KnownPrimaries,
-        plan: &Offer,
-    ) -> DataSet {
+    pub fn of_a_primary(server: Server, finding: Option<Finding>, known: &KnownPrimaries, plan: &Offer) -> DataSet {
         // Sentinels name the primary in the source's place.
         let expected = finding.is_none().then(|| known.clone());
         let witness = Witness::Primary { server: Box::new(server), finding };
@@ -111,16 +107,16 @@ impl DataSet {
     }
 
     /// The data set of a primary that the server follows by itself, and whose history this plan has.
-    pub(super) fn of_an_attended_server(plan: &Offer) -> DataSet {
+    pub fn of_an_attended_server(plan: &Offer) -> DataSet {
         let data_set = DataSet { agreed: Arc::default(), witness: Witness::Server, expected: None };
         data_set.note(plan);
         data_set
     }
 
     /// Connects to the source again, and compares it with the data set before anything is asked for.
-    pub(crate) async fn connect(
+    pub async fn connect(
         &self,
-        read: &ReadArgs,
+        read: &ReadOptions,
         credentials: &Credentials,
         name: Option<&str>,
         server: &str,
@@ -137,7 +133,7 @@ impl DataSet {
     /// # Errors
     /// The source is that of another data set, or nothing says that it is not. It names both. Another attempt may lead
     /// to the right source. A server that is attended does better to ask its primary, and then all sources, at once.
-    pub(crate) async fn check(&self, source: &HostPort, at: SocketAddr, offer: &Offer) -> Result<(), Loss> {
+    pub async fn check(&self, source: &HostPort, at: SocketAddr, offer: &Offer) -> Result<(), Loss> {
         let passes = !matches!(self.witness, Witness::Server);
         let checked = self.compare(source, at, offer).await;
         checked.map_err(|failure| Loss { passes, ..Loss::passing(failure) })
@@ -151,8 +147,7 @@ impl DataSet {
             Some(agreed) => agreed.compare(offer),
             None => Compared::Same,
         };
-        #[cfg(any(test, feature = "simulation"))]
-        if crate::mutation::Mutation::ForeignSourceTaken.is_active() {
+        if remora_base::mutation::Mutation::ForeignSourceTaken.is_active() {
             return Ok(());
         }
         let Compared::Unrelated { process, server } = compared else {
@@ -187,7 +182,7 @@ impl DataSet {
     }
 
     /// Whether a primary with these facts has this data set, by its history or as the server that the source captures.
-    pub(super) fn is_of(&self, primary: &Facts) -> bool {
+    pub fn is_of(&self, primary: &Facts) -> bool {
         let agreed = self.agreed();
         let Some(agreed) = &*agreed else { return true };
         let is_former = |history| agreed.formers.iter().any(|former| Some(former.replid) == history);
@@ -198,7 +193,7 @@ impl DataSet {
     }
 
     /// Whether the source captures this very server.
-    pub(super) fn captures(&self, primary: &Facts) -> bool {
+    pub fn captures(&self, primary: &Facts) -> bool {
         self.agreed().as_ref().is_some_and(|agreed| agreed.is_captured(primary))
     }
 
@@ -317,8 +312,6 @@ mod tests {
 
     use super::*;
 
-    const NO_KEY: SourceKeyArgs = SourceKeyArgs { source_key: None, source_name: None };
-
     fn replid(digit: char) -> ReplId {
         digit.to_string().repeat(40).parse().unwrap()
     }
@@ -377,7 +370,7 @@ mod tests {
     }
 
     fn at_a_100() -> DataSet {
-        DataSet::of_a_plan(&plan('a', None, 100), &NO_KEY)
+        DataSet::of_a_plan(&plan('a', None, 100), false)
     }
 
     #[test]
@@ -435,9 +428,7 @@ mod tests {
     #[test]
     fn a_run_without_a_server_believes_the_same_process_of_the_source_or_its_key() {
         assert_eq!(check(&at_a_100(), &plan('b', None, 1)), Ok(()), "its server was restarted without its data");
-        let key = "1".repeat(64).parse().ok();
-        assert!(key.is_some());
-        let proven = DataSet::of_a_plan(&plan('a', None, 100), &SourceKeyArgs { source_key: key, ..NO_KEY });
+        let proven = DataSet::of_a_plan(&plan('a', None, 100), true);
         assert_eq!(check(&proven, &of_another(plan('b', None, 1))), Ok(()));
         // What was agreed on is the new history then.
         assert!(check(&at_a_100(), &of_another(plan('b', None, 1))).is_err());
@@ -474,7 +465,7 @@ mod tests {
 
     #[test]
     fn the_first_source_is_what_is_agreed_on() {
-        let data_set = DataSet::of_a_source(&NO_KEY);
+        let data_set = DataSet::of_a_source(false);
         check(&data_set, &Offer { replid: None, ..plan('d', None, 1) }).unwrap();
         check(&data_set, &plan('a', None, 100)).unwrap();
         assert!(check(&data_set.clone(), &of_another(plan('b', None, 100))).is_err());

@@ -18,7 +18,7 @@
 //! to survive the agent, and the checksums detect what a power cut lost.
 //!
 //! The slots are the data set, so only their owner has access to the folder and the files
-//! ([`private`](super::private)).
+//! ([`private`](remora_base::files)).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -33,16 +33,16 @@ use remora_table::seal::TAG_BYTES;
 use remora_table::{Encoded, Method, Origin, Seal, Slot};
 use serde::{Deserialize, Serialize};
 
-use super::private::Folder;
-use crate::checked_json::{self, Checksum};
+use remora_base::files::Folder;
+use remora_process::checked_json::{self, Checksum};
 
 /// What identifies the slots of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SnapshotId {
+pub struct SnapshotId {
     /// The snapshot's generation, history and offset.
-    pub(crate) origin: Origin,
+    pub origin: Origin,
     /// Bytes per slot.
-    pub(crate) slot_size: u32,
+    pub slot_size: u32,
 }
 
 /// The contents of `origin.json`.
@@ -72,20 +72,20 @@ impl OriginFile {
 
 /// The record of one held slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Held {
+pub struct Held {
     /// Its number in the snapshot.
-    pub(crate) number: u64,
+    pub number: u64,
     /// Bytes in it.
-    pub(crate) length: u32,
+    pub length: u32,
     /// CRC-32C of what is kept of them, followed by the slot's tag if slots are ciphertext.
-    pub(crate) crc: u32,
+    pub crc: u32,
     /// How they are compressed in the file, and how many bytes are kept there. `None`: as they are.
-    pub(crate) encoded: Option<(Method, u32)>,
+    pub encoded: Option<(Method, u32)>,
 }
 
 impl Held {
     /// A slot that is kept as it is.
-    pub(crate) fn plain(number: u64, length: u32, crc: u32) -> Held {
+    pub fn plain(number: u64, length: u32, crc: u32) -> Held {
         Held { number, length, crc, encoded: None }
     }
 
@@ -96,7 +96,7 @@ impl Held {
 }
 
 /// The slots of one snapshot, in the files of a state folder.
-pub(crate) struct Spool {
+pub struct Spool {
     folder: Folder,
     snapshot: SnapshotId,
     slots: File,
@@ -127,7 +127,7 @@ const READ_PIECE: usize = 256 * 1024;
 impl Spool {
     /// Opens the spool in `folder` for `snapshot`. Deletes slots of another snapshot. With `seal`, slots are kept as
     /// ciphertext.
-    pub(crate) fn open(folder: &Path, snapshot: &SnapshotId, seal: Option<Arc<Seal>>) -> io::Result<Spool> {
+    pub fn open(folder: &Path, snapshot: &SnapshotId, seal: Option<Arc<Seal>>) -> io::Result<Spool> {
         let folder = Folder::open(folder)?;
         if read_snapshot(&folder) != Some((*snapshot, seal.is_some())) {
             remove_files(&folder)?;
@@ -147,12 +147,12 @@ impl Spool {
     }
 
     /// The slots, if they are kept as `seal` wants: plain without it, and ciphertext with it.
-    pub(crate) fn with_seal(self, seal: Option<Arc<Seal>>) -> Option<Spool> {
+    pub fn with_seal(self, seal: Option<Arc<Seal>>) -> Option<Spool> {
         (self.tags.is_some() == seal.is_some()).then_some(Spool { seal, ..self })
     }
 
     /// The slots that a folder holds, if any, of whichever snapshot. Reads and verifies all of them.
-    pub(crate) fn find(folder: &Path) -> Option<Spool> {
+    pub fn find(folder: &Path) -> Option<Spool> {
         let opened = Folder::open(folder).ok()?;
         let (snapshot, is_sealed) = read_snapshot(&opened)?;
         tracing::info!(folder = %folder.display(), "verifying the slots in the state folder");
@@ -160,7 +160,7 @@ impl Spool {
     }
 
     /// The snapshot whose slots are held.
-    pub(crate) fn snapshot(&self) -> SnapshotId {
+    pub fn snapshot(&self) -> SnapshotId {
         self.snapshot
     }
 
@@ -209,7 +209,7 @@ impl Spool {
     /// Writes what is to be kept of a slot whose content has this CRC-32C, and returns the record of what was written.
     /// The slot counts as held after [`remember`](Self::remember). Between the two calls the caller checks that the
     /// source has not reused the bytes.
-    pub(crate) fn store(&self, slot: &Slot, crc: u32) -> io::Result<Held> {
+    pub fn store(&self, slot: &Slot, crc: u32) -> io::Result<Held> {
         let plain = Held::plain(slot.number, slot.length, crc);
         match slot.encoded() {
             Some(Encoded { method, bytes: Some(bytes) }) => {
@@ -261,7 +261,7 @@ impl Spool {
     ///
     /// # Errors
     /// The files cannot be read, or have other bytes than were kept.
-    pub(crate) fn opened(&self, record: &Held) -> io::Result<Option<Vec<u8>>> {
+    pub fn opened(&self, record: &Held) -> io::Result<Option<Vec<u8>>> {
         if self.tags.is_none() && record.encoded.is_none() {
             return Ok(None);
         }
@@ -278,7 +278,7 @@ impl Spool {
     }
 
     /// Appends the slot's record. From then on this agent and later ones hold the slot.
-    pub(crate) fn remember(&mut self, record: Held) -> io::Result<()> {
+    pub fn remember(&mut self, record: Held) -> io::Result<()> {
         let end = self.index.metadata()?.len();
         self.index.write_all_at(&encode(&record), end)?;
         self.held.insert(record.number, record);
@@ -289,32 +289,32 @@ impl Spool {
     }
 
     /// The slot's record, if it is held.
-    pub(crate) fn get(&self, number: u64) -> Option<Held> {
+    pub fn get(&self, number: u64) -> Option<Held> {
         self.held.get(&number).copied()
     }
 
     /// The first slot that is not held.
-    pub(crate) fn held_below(&self) -> u64 {
+    pub fn held_below(&self) -> u64 {
         self.below
     }
 
     /// The numbers of the slots that are held.
-    pub(crate) fn held(&self) -> BTreeSet<u64> {
+    pub fn held(&self) -> BTreeSet<u64> {
         self.held.keys().copied().collect()
     }
 
     /// The position of a slot in [`Spool::file`].
-    pub(crate) fn place(&self, number: u64) -> u64 {
+    pub fn place(&self, number: u64) -> u64 {
         number * u64::from(self.snapshot.slot_size)
     }
 
     /// The file with the slots.
-    pub(crate) fn file(&self) -> &File {
+    pub fn file(&self) -> &File {
         &self.slots
     }
 
     /// Deletes the files: the sync is done.
-    pub(crate) fn remove(self) -> io::Result<()> {
+    pub fn remove(self) -> io::Result<()> {
         remove_files(&self.folder)
     }
 }

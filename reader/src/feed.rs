@@ -7,38 +7,55 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use remora_fabric::Peer;
+use remora_fabric::{Memory, Peer};
 use remora_table::{JournalReader, Progress, Room, Seal, Slot, SnapshotCopy, SnapshotReader};
 
-use super::parts::{FeedError, Mapped, Meter, Parts};
-use super::relay::reader::{Lost, RelayReader};
-use super::spool;
+use crate::meter::Meter;
+use crate::parts::{FeedError, Mapped, Parts};
+use crate::relay::reader::{Lost, RelayReader};
+use crate::spool;
+
+/// Where the next feed must begin.
+#[derive(Clone, Debug, Default)]
+pub struct Position {
+    /// The snapshot that slots were read from.
+    pub snapshot: Option<spool::SnapshotId>,
+    /// The first slot that is still needed.
+    pub next_slot: u64,
+    /// The next byte of the stream that is needed; 0 before the first feed.
+    pub next_byte: u64,
+    /// The server holds the whole snapshot: only the stream is needed.
+    pub loaded: bool,
+    /// The memory of the copy that the next feed can continue.
+    pub copy: Option<Arc<Memory>>,
+}
 
 /// A snapshot and a journal of one source, and the connections through which they are read.
-pub(super) struct Feed {
+pub struct Feed {
     /// Which snapshot it is.
-    pub(super) id: spool::SnapshotId,
+    pub id: spool::SnapshotId,
     /// The snapshot, until it has been read.
-    pub(super) snapshot: Option<SnapshotFeed>,
+    pub snapshot: Option<SnapshotFeed>,
     /// The journal.
-    pub(super) journal: Option<JournalFeed>,
+    pub journal: Option<JournalFeed>,
     /// Connections without a reader so far.
-    pub(super) parts: Option<Parts>,
+    pub parts: Option<Parts>,
 }
 
 impl Feed {
-    pub(super) fn new(id: spool::SnapshotId, parts: Parts) -> Feed {
+    /// Nothing of it has been read.
+    pub fn new(id: spool::SnapshotId, parts: Parts) -> Feed {
         Feed { id, snapshot: None, journal: None, parts: Some(parts) }
     }
 
     /// What the slots of the snapshot are sealed with, before its reader is created.
-    pub(super) fn seal(&self) -> Option<Arc<Seal>> {
+    pub fn seal(&self) -> Option<Arc<Seal>> {
         self.parts.as_ref()?.snapshot.as_ref()?.expect.seal.clone()
     }
 
     /// Creates the reader of the snapshot, from slot `first` on, without the slots that are `held`. `kept` is the copy
     /// of a former feed, which is continued if it is in the same memory. With `spools`, slots are kept in files.
-    pub(super) fn begin_snapshot(
+    pub fn begin_snapshot(
         &mut self,
         now: Instant,
         first: u64,
@@ -77,7 +94,7 @@ impl Feed {
     }
 
     /// Creates the reader of the journal, from stream offset `next_byte` on.
-    pub(super) fn begin_journal(&mut self, next_byte: u64) -> Result<(), FeedError> {
+    pub fn begin_journal(&mut self, next_byte: u64) -> Result<(), FeedError> {
         let Some(Parts { journal: part, backlog, .. }) = self.parts.take() else { return Ok(()) };
         let bytes = part.expect.geometry.memory_len();
         let reader = JournalReader::new(part.peer.view(), part.sink, part.layout, part.expect, next_byte)?;
@@ -87,7 +104,7 @@ impl Feed {
 }
 
 /// The reader of the snapshot.
-pub(super) enum SnapshotFeed {
+pub enum SnapshotFeed {
     /// From the source's table, into buffers or without a copy.
     Direct(Box<Direct>),
     /// Into a copy from which other replicas read.
@@ -95,7 +112,7 @@ pub(super) enum SnapshotFeed {
 }
 
 /// The snapshot's reader and its peer.
-pub(super) struct Direct {
+pub struct Direct {
     reader: SnapshotReader,
     peer: Box<dyn Peer>,
     mapped: Mapped,
@@ -109,22 +126,22 @@ impl Direct {
     }
 
     /// Becomes readable when something has arrived.
-    pub(super) fn arm(&mut self) -> BorrowedFd<'_> {
+    pub fn arm(&mut self) -> BorrowedFd<'_> {
         self.peer.arm()
     }
 }
 
 /// The result of a turn.
-pub(super) struct Pumped {
+pub struct Pumped {
     /// More is known or has arrived.
-    pub(super) moved: bool,
+    pub moved: bool,
     /// A peer was lost; the feed continues.
-    pub(super) lost: Option<Lost>,
+    pub lost: Option<Lost>,
 }
 
 impl SnapshotFeed {
     /// One turn of the reader.
-    pub(super) fn pump(&mut self, now: Instant) -> Result<Pumped, FeedError> {
+    pub fn pump(&mut self, now: Instant) -> Result<Pumped, FeedError> {
         let before = self.progress();
         let lost = match self {
             SnapshotFeed::Direct(direct) => {
@@ -137,7 +154,7 @@ impl SnapshotFeed {
     }
 
     /// The next verified slot, in order of the stream.
-    pub(super) fn next_slot(&mut self) -> Option<Slot> {
+    pub fn next_slot(&mut self) -> Option<Slot> {
         match self {
             SnapshotFeed::Direct(direct) => direct.next_slot(),
             SnapshotFeed::RelayReader(relayed) => relayed.next_slot(),
@@ -145,7 +162,7 @@ impl SnapshotFeed {
     }
 
     /// Releases a slot after use. Fails if the source overwrote it meanwhile.
-    pub(super) fn release(&mut self, slot: Slot) -> Result<(), remora_table::Error> {
+    pub fn release(&mut self, slot: Slot) -> Result<(), remora_table::Error> {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.release(slot),
             SnapshotFeed::RelayReader(relayed) => {
@@ -156,7 +173,7 @@ impl SnapshotFeed {
     }
 
     /// Counts a slot that has arrived.
-    pub(super) fn count(&self, slot: &Slot, meter: &Meter) {
+    pub fn count(&self, slot: &Slot, meter: &Meter) {
         match self {
             SnapshotFeed::Direct(_) => {
                 meter.slots_held.set(slot.number + 1);
@@ -167,7 +184,8 @@ impl SnapshotFeed {
         }
     }
 
-    pub(super) fn progress(&self) -> Progress {
+    /// How far the reading is.
+    pub fn progress(&self) -> Progress {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.progress(),
             SnapshotFeed::RelayReader(relayed) => relayed.progress(),
@@ -175,7 +193,7 @@ impl SnapshotFeed {
     }
 
     /// Whether all slots have arrived.
-    pub(super) fn is_fetched(&self) -> bool {
+    pub fn is_fetched(&self) -> bool {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.is_complete(),
             SnapshotFeed::RelayReader(relayed) => relayed.is_whole(),
@@ -183,14 +201,15 @@ impl SnapshotFeed {
     }
 
     /// Whether no read is under way: only the source can bring something new.
-    pub(super) fn is_idle(&self) -> bool {
+    pub fn is_idle(&self) -> bool {
         match self {
             SnapshotFeed::Direct(direct) => direct.reader.is_caught_up(),
             SnapshotFeed::RelayReader(relayed) => relayed.is_idle(),
         }
     }
 
-    pub(super) fn relayed(&mut self) -> Option<&mut RelayReader> {
+    /// The reader of a copy that others read too.
+    pub fn relayed(&mut self) -> Option<&mut RelayReader> {
         match self {
             SnapshotFeed::Direct(_) => None,
             SnapshotFeed::RelayReader(relayed) => Some(relayed),
@@ -198,7 +217,7 @@ impl SnapshotFeed {
     }
 
     /// The copy, which outlives the feed.
-    pub(super) fn into_relayed(self, now: Instant) -> Option<Box<RelayReader>> {
+    pub fn into_relayed(self, now: Instant) -> Option<Box<RelayReader>> {
         match self {
             SnapshotFeed::Direct(_) => None,
             SnapshotFeed::RelayReader(mut relayed) => {
@@ -210,33 +229,35 @@ impl SnapshotFeed {
 }
 
 /// The journal's reader and its peer.
-pub(super) struct JournalFeed {
-    pub(super) reader: JournalReader,
+pub struct JournalFeed {
+    /// Reads its records.
+    pub reader: JournalReader,
     peer: Box<dyn Peer>,
     /// Bytes of the journal's region.
-    pub(super) bytes: u64,
+    pub bytes: u64,
     /// Bytes of the primary's backlog.
     backlog: u64,
 }
 
 impl JournalFeed {
     /// One turn of the reader.
-    pub(super) fn pump(&mut self) -> Result<(), FeedError> {
+    pub fn pump(&mut self) -> Result<(), FeedError> {
         Ok(self.reader.pump(&mut *self.peer)?)
     }
 
     /// Looks how far the writer is from what is needed next, and takes nothing.
     /// The primary's backlog may have what the journal has not.
-    pub(super) fn look(&mut self) -> Result<Option<Room>, FeedError> {
+    pub fn look(&mut self) -> Result<Option<Room>, FeedError> {
         Ok(self.reader.look(&mut *self.peer, self.backlog)?)
     }
 
     /// Whether no read is under way: only the source can bring something new.
-    pub(super) fn is_idle(&self) -> bool {
+    pub fn is_idle(&self) -> bool {
         self.reader.is_caught_up()
     }
 
-    pub(super) fn arm(&mut self) -> BorrowedFd<'_> {
+    /// Readable when more has arrived.
+    pub fn arm(&mut self) -> BorrowedFd<'_> {
         self.peer.arm()
     }
 }

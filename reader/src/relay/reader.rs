@@ -10,7 +10,7 @@
 //!
 //! It belongs to the delivery's thread and outlives a feed: if the lanes to the source break, the slots held stay, and
 //! other replicas continue to read them. Not here: how peers are connected ([`super`]), and how
-//! others read this copy ([`super::server`]).
+//! others read this copy ([`super::lender`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -20,42 +20,52 @@ use remora_fabric::{Memory, Peer};
 use remora_protocol::LossCause;
 use remora_table::{Loss, Progress, Slot, SnapshotCopy, Turn};
 
-use crate::replica::parts::{CopyPlan, FeedError, Mapped, Meter};
+use crate::meter::Meter;
+use crate::parts::{CopyPlan, FeedError, Mapped};
 
 /// A peer's copy, ready to be read.
-pub(crate) struct Reading {
+pub struct Reading {
     /// The peer's session with the source.
-    pub(crate) session: u64,
-    pub(crate) peer: Box<dyn Peer>,
+    pub session: u64,
+    /// Reads its copy.
+    pub peer: Box<dyn Peer>,
     /// How many slots its ring has.
-    pub(crate) slots: u32,
+    pub slots: u32,
     /// Bytes per second that can be read from it; 0: no limit.
-    pub(crate) rate: u64,
+    pub rate: u64,
 }
 
 /// Where slots are read from.
-pub(crate) enum ReadFrom {
+pub enum ReadFrom {
     /// A peer is being connected.
     Awaited,
+    /// The source itself.
     Source,
+    /// Another replica.
     Peer(Reading),
     /// The rate of the present peer has changed.
     Rate {
+        /// The session of the replica with the source.
         session: u64,
+        /// Bytes per second.
         rate: u64,
     },
     /// The conversation with the present peer has ended.
     Left {
+        /// The session of the replica with the source.
         session: u64,
     },
 }
 
 /// A peer cannot be read any more.
 #[derive(Debug)]
-pub(crate) struct Lost {
-    pub(crate) session: u64,
-    pub(crate) cause: LossCause,
-    pub(crate) text: String,
+pub struct Lost {
+    /// The session of the replica with the source.
+    pub session: u64,
+    /// Which kind of reason there is.
+    pub cause: LossCause,
+    /// The reason.
+    pub text: String,
 }
 
 enum Way {
@@ -65,7 +75,7 @@ enum Way {
 }
 
 /// Fills a copy of the snapshot from the source or from a peer, and checks each slot.
-pub(crate) struct RelayReader {
+pub struct RelayReader {
     copy: SnapshotCopy,
     /// The connection to the source; `None` between two feeds.
     source: Option<Box<dyn Peer>>,
@@ -88,20 +98,20 @@ const LIMIT_PACE: Duration = Duration::from_millis(2);
 
 impl RelayReader {
     /// Reads nothing until a source or peer is assigned, or the wait for that is over.
-    pub(crate) fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, plan: CopyPlan) -> RelayReader {
+    pub fn new(now: Instant, copy: SnapshotCopy, source: Box<dyn Peer>, plan: CopyPlan) -> RelayReader {
         let way = Way::Awaiting { since: now };
         let download = Limit::new(now, plan.download_rate);
         RelayReader { copy, source: Some(source), way, download, retained: plan.retained, looked: now }
     }
 
     /// Reads the source over this connection from now on.
-    pub(crate) fn reconnect(&mut self, source: Box<dyn Peer>) {
+    pub fn reconnect(&mut self, source: Box<dyn Peer>) {
         self.copy.reconnect();
         self.source = Some(source);
     }
 
     /// Closes the connection to the source, and the one to the peer if no slots are missing.
-    pub(crate) fn disconnect(&mut self, now: Instant) {
+    pub fn disconnect(&mut self, now: Instant) {
         self.source = None;
         if self.copy.is_whole() {
             self.await_word(now);
@@ -109,23 +119,23 @@ impl RelayReader {
     }
 
     /// The memory of the copy.
-    pub(crate) fn memory(&self) -> &Arc<Memory> {
+    pub fn memory(&self) -> &Arc<Memory> {
         self.copy.memory()
     }
 
     /// Continues at slot `first`, which may still be in use. `false`: the copy does not hold it any more.
-    pub(crate) fn resume_at(&mut self, first: u64) -> bool {
+    pub fn resume_at(&mut self, first: u64) -> bool {
         self.copy.resume_at(first)
     }
 
     /// Delivers all slots again. `false`: this copy cannot. The number of slots of a windowed snapshot is not known
     /// beforehand.
-    pub(crate) fn rewind(&mut self) -> bool {
+    pub fn rewind(&mut self) -> bool {
         self.retained && self.copy.rewind(0)
     }
 
     /// Changes where slots are read from.
-    pub(crate) fn read_from(&mut self, now: Instant, from: ReadFrom) {
+    pub fn read_from(&mut self, now: Instant, from: ReadFrom) {
         match from {
             ReadFrom::Awaited => self.await_word(now),
             ReadFrom::Source => self.turn_to_source(now),
@@ -150,7 +160,7 @@ impl RelayReader {
     }
 
     /// The session of the peer; `None` if slots come from the source, or from nowhere.
-    pub(crate) fn reads_from(&self) -> Option<u64> {
+    pub fn reads_from(&self) -> Option<u64> {
         match &self.way {
             Way::Peer { session, .. } => Some(*session),
             Way::Awaiting { .. } | Way::Source => None,
@@ -170,7 +180,7 @@ impl RelayReader {
     }
 
     /// Runs one turn. If the peer was lost, disconnects from it and returns the reason.
-    pub(crate) fn pump(&mut self, now: Instant) -> Result<Option<Lost>, FeedError> {
+    pub fn pump(&mut self, now: Instant) -> Result<Option<Lost>, FeedError> {
         self.copy.check()?;
         if self.copy.is_whole() {
             return Ok(None);
@@ -215,12 +225,12 @@ impl RelayReader {
     }
 
     /// Subtracts bytes of the stream from the limit: they go before slots.
-    pub(crate) fn stream_took(&mut self, bytes: u64) {
+    pub fn stream_took(&mut self, bytes: u64) {
         self.download.spend(bytes);
     }
 
     /// Publishes the progress of the copy.
-    pub(crate) fn show(&self, meter: &Meter) {
+    pub fn show(&self, meter: &Meter) {
         meter.slots_held.set(self.copy.held());
         meter.bytes_fetched.set(self.copy.arrived());
         meter.copy_oldest.set(self.copy.oldest());
@@ -228,29 +238,33 @@ impl RelayReader {
         meter.reads_from.set(self.reads_from().unwrap_or(0));
     }
 
-    pub(crate) fn next_slot(&mut self) -> Option<Slot> {
+    /// The next slot that the server needs.
+    pub fn next_slot(&mut self) -> Option<Slot> {
         self.copy.next_slot()
     }
 
-    pub(crate) fn release(&mut self, slot: Slot) {
+    /// Gives back a slot that the server needs no more.
+    pub fn release(&mut self, slot: Slot) {
         self.copy.release(slot);
     }
 
-    pub(crate) fn progress(&self) -> Progress {
+    /// How far the reading is.
+    pub fn progress(&self) -> Progress {
         self.copy.progress()
     }
 
     /// Whether all slots have arrived.
-    pub(crate) fn is_whole(&self) -> bool {
+    pub fn is_whole(&self) -> bool {
         self.copy.is_whole()
     }
 
-    pub(crate) fn is_idle(&self) -> bool {
+    /// Whether nothing is under way.
+    pub fn is_idle(&self) -> bool {
         self.copy.is_idle()
     }
 
     /// When to turn again without an arrival, while a limit holds reads back.
-    pub(crate) fn due(&self, now: Instant) -> Option<Instant> {
+    pub fn due(&self, now: Instant) -> Option<Instant> {
         let is_limited = match &self.way {
             Way::Peer { limit, .. } => limit.is_set() || self.download.is_set(),
             Way::Awaiting { .. } | Way::Source => self.download.is_set(),
@@ -259,7 +273,7 @@ impl RelayReader {
     }
 
     /// The descriptors to wait on.
-    pub(crate) fn arms(&mut self) -> impl Iterator<Item = BorrowedFd<'_>> {
+    pub fn arms(&mut self) -> impl Iterator<Item = BorrowedFd<'_>> {
         let peer = match &mut self.way {
             Way::Peer { peer, .. } => Some(peer.arm()),
             Way::Awaiting { .. } | Way::Source => None,

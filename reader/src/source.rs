@@ -12,24 +12,23 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use super::delivery::Progress;
-use super::feed::Feed;
-use super::machine::{Loss, Tables};
-use super::parts::{CopyPlan, Part, Parts};
-use super::spool;
-use crate::args::ReadArgs;
-use crate::backoff::Backoff;
-use crate::conversation::tokens::Credentials;
-use crate::conversation::{Connection, Error, Fault, Protection, Receiver, Security, Sender, derive};
-use crate::exit::{Code, Failure};
-use crate::host_memory;
-use crate::patience::Patience;
-use crate::tasks::AbortOnDrop;
-use crate::transports::{Connectors, LANES_LABEL, TransportChoices, not_offered};
-use crate::units::Size;
+use crate::ReadOptions;
+use crate::feed::{Feed, Position};
+use crate::loss::Loss;
+use crate::parts::{CopyPlan, Part, Parts};
+use crate::spool;
+use remora_base::AbortOnDrop;
+use remora_base::pace::Backoff;
+use remora_base::units::Size;
+use remora_conversation::tokens::Credentials;
+use remora_conversation::transports::{Connectors, LANES_LABEL, TransportChoices, not_offered};
+use remora_conversation::{Connection, Error, Fault, Protection, Receiver, Security, Sender, derive};
+use remora_process::exit::{Code, Failure};
+use remora_process::patience::Patience;
+use remora_process::{events, host_memory};
 
 /// A session with the source.
-pub(crate) struct Source {
+pub struct Source {
     connection: Connection,
     security: Security,
 }
@@ -45,20 +44,18 @@ const PROBE_LIMIT: Duration = Duration::from_secs(20);
 const CLOSED_LIMIT: Duration = Duration::from_secs(30);
 
 impl Source {
-    pub(crate) async fn connect(
-        args: &ReadArgs,
-        credentials: &Credentials,
-    ) -> Result<Source, crate::conversation::Error> {
+    /// Connects once.
+    pub async fn connect(args: &ReadOptions, credentials: &Credentials) -> Result<Source, remora_conversation::Error> {
         let connection = credentials.connect(&args.source.host, args.source.port).await?;
         Ok(Source { connection, security: credentials.security.clone() })
     }
 
     /// The first connection. Retries while the source refuses it as busy, and for a short time if the source closes it:
     /// a source whose port is flooded may do so. Any other error is returned at once.
-    pub(crate) async fn connect_first(
-        args: &ReadArgs,
+    pub async fn connect_first(
+        args: &ReadOptions,
         credentials: &Credentials,
-    ) -> Result<Source, crate::conversation::Error> {
+    ) -> Result<Source, remora_conversation::Error> {
         let (began, mut backoff) = (Instant::now(), Backoff::from_system());
         loop {
             let limit = |fault: &Fault| match fault {
@@ -81,8 +78,8 @@ impl Source {
     ///
     /// # Errors
     /// The source refuses, or does not come within the time limit.
-    pub(crate) async fn first(
-        args: &ReadArgs,
+    pub async fn first(
+        args: &ReadOptions,
         credentials: &Credentials,
         patience: &mut Patience,
         (name, server): (Option<&str>, &str),
@@ -109,17 +106,17 @@ impl Source {
     }
 
     /// The address of this end.
-    pub(super) fn local_address(&self) -> SocketAddr {
+    pub(crate) fn local_address(&self) -> SocketAddr {
         self.connection.local_addr()
     }
 
     /// The address by which the source was reached.
-    pub(crate) fn address(&self) -> SocketAddr {
+    pub fn address(&self) -> SocketAddr {
         self.connection.peer_addr()
     }
 
     /// Asks for what an offer would contain, without having a snapshot taken.
-    pub(crate) async fn plan(&mut self, args: &ReadArgs, name: Option<&str>, server: &str) -> Result<Offer, Failure> {
+    pub async fn plan(&mut self, args: &ReadOptions, name: Option<&str>, server: &str) -> Result<Offer, Failure> {
         let join = Join { plan_only: true, ..join(name, server, None) };
         self.connection.send(Message::Join(join)).await.map_err(failure)?;
         let answer = async {
@@ -136,7 +133,7 @@ impl Source {
     }
 
     /// Asks for the journal alone, from a byte on. The error says whether the source has it still.
-    pub(crate) async fn journal(&mut self, join: Join) -> Result<Offer, crate::conversation::Error> {
+    pub async fn journal(&mut self, join: Join) -> Result<Offer, remora_conversation::Error> {
         self.connection.send(Message::Join(join)).await?;
         loop {
             if let Message::Offer(offer) = self.connection.receive().await? {
@@ -150,7 +147,7 @@ impl Source {
     ///
     /// # Errors
     /// The source refuses, or does not answer in time.
-    pub(super) async fn probe_keys(&mut self, args: &ReadArgs) -> Result<Vec<Vec<u8>>, Failure> {
+    pub async fn probe_keys(&mut self, args: &ReadOptions) -> Result<Vec<Vec<u8>>, Failure> {
         self.connection.send(Message::ProbeQuery).await.map_err(failure)?;
         let answer = async {
             loop {
@@ -168,30 +165,25 @@ impl Source {
     }
 
     /// The two directions of the session, for its task.
-    pub(crate) fn split(self) -> (Sender, Receiver) {
+    pub fn split(self) -> (Sender, Receiver) {
         self.connection.split()
     }
 
     /// The parameters for connecting to offered tables, for a thread that can block.
-    pub(crate) fn way(&self, args: &ReadArgs) -> Way {
+    pub fn way(&self, args: &ReadOptions) -> Way {
         Way::new(&self.connection, wish(args, &self.security))
     }
 }
 
-pub(super) fn wish(args: &ReadArgs, security: &Security) -> TransportChoices {
-    TransportChoices {
-        choice: args.transport,
-        lanes: args.lanes,
-        rdma: args.rdma.options(),
-        security: security.clone(),
-    }
+pub(crate) fn wish(args: &ReadOptions, security: &Security) -> TransportChoices {
+    TransportChoices { choice: args.transport, lanes: args.lanes, rdma: args.rdma.clone(), security: security.clone() }
 }
 
 /// The request for a snapshot, or for the rest of one.
-pub(super) fn join_again(
+pub fn join_again(
     name: Option<&str>,
     server: &str,
-    progress: &Progress,
+    progress: &Position,
     held_slots: u64,
     relays: Option<Relays>,
 ) -> Message {
@@ -206,7 +198,7 @@ pub(super) fn join_again(
 }
 
 /// A request for a snapshot: without `resume` for all of it.
-pub(crate) fn join(name: Option<&str>, server: &str, resume: Option<Resume>) -> Join {
+pub fn join(name: Option<&str>, server: &str, resume: Option<Resume>) -> Join {
     Join {
         name: name.unwrap_or_default().to_owned(),
         server: server.to_string(),
@@ -217,13 +209,13 @@ pub(crate) fn join(name: Option<&str>, server: &str, resume: Option<Resume>) -> 
 }
 
 /// The failure of a sync whose source cannot be reached or refuses.
-pub(crate) fn failure(error: crate::conversation::Error) -> Failure {
+pub fn failure(error: remora_conversation::Error) -> Failure {
     error.of_source()
 }
 
 /// Receive buffers. Each feed gets new ones, since a server may still read what the last feed lent to its socket.
 #[derive(Clone, Copy)]
-pub(crate) struct Sinks {
+pub struct Sinks {
     budget: u64,
 }
 
@@ -237,20 +229,21 @@ const SNAPSHOT_BUFFERS: u64 = 64 << 20;
 const JOURNAL_BUFFERS: u32 = 2;
 
 /// The default of `--memory` of a replica agent.
-pub(crate) const DEFAULT_MEMORY: Size = Size::mebibytes(256);
+pub const DEFAULT_MEMORY: Size = Size::mebibytes(256);
 
 impl Sinks {
-    pub(crate) fn new(memory: u64) -> Sinks {
+    /// Within that many bytes.
+    pub fn new(memory: u64) -> Sinks {
         Sinks { budget: memory }
     }
 
     /// Whether that many slots of this table are all kept for other replicas.
-    pub(crate) fn holds(&self, snapshot: &Geometry, slots: u64, needs_opening: bool) -> bool {
+    pub fn holds(&self, snapshot: &Geometry, slots: u64, needs_opening: bool) -> bool {
         self.copy(snapshot, true, needs_opening).is_some_and(|own| u64::from(own.slots) >= slots)
     }
 
     /// Bytes of the stream that may wait for the server.
-    pub(super) fn backlog_limit(&self) -> usize {
+    pub fn backlog_limit(&self) -> usize {
         usize::try_from(self.budget / 8).unwrap_or(usize::MAX)
     }
 
@@ -285,18 +278,18 @@ fn create(name: &str, length: u64) -> Result<Arc<Memory>, Failure> {
 
 /// How a replica takes part in passing slots on.
 #[derive(Clone)]
-pub(crate) struct RelayWish {
+pub struct RelayWish {
     /// Other replicas can read slots here.
-    pub(super) serves: bool,
+    pub serves: bool,
     /// Bytes per second, for all connections; 0: no limit.
-    pub(super) download_rate: u64,
+    pub download_rate: u64,
     /// The memory of a copy that can be continued.
-    pub(super) kept: Option<Arc<Memory>>,
+    pub kept: Option<Arc<Memory>>,
 }
 
 /// How to connect to the tables that a session was offered.
 #[derive(Clone)]
-pub(crate) struct Way {
+pub struct Way {
     session: u64,
     secret: Secret,
     source: SocketAddr,
@@ -308,28 +301,64 @@ pub(crate) struct Way {
 }
 
 /// The transport over which tables are read, and why better transports were not used (empty if none was).
-pub(crate) struct Chosen {
-    pub(crate) kind: TransportKind,
-    pub(crate) why: String,
+pub struct Chosen {
+    /// The transport.
+    pub kind: TransportKind,
+    /// Why no better transport is used; empty if there is none.
+    pub why: String,
     /// What protects the data that is read.
-    pub(crate) protection: Protection,
+    pub protection: Protection,
     /// The copy that the slots go into.
-    pub(super) copy: Option<Copied>,
+    pub copy: Option<Copied>,
 }
 
 /// The memory of a copy, its shape, and whether the memory is new.
 type Copied = (Arc<Memory>, Geometry, bool);
 
+/// How the tables are read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tables {
+    /// The offer that they belong to.
+    pub offer: Box<Offer>,
+    /// The transport.
+    pub transport: TransportKind,
+    /// Why no better transport is used; empty if there is none.
+    pub why: String,
+    /// What protects the data that is read.
+    pub protection: Protection,
+}
+
+impl Tables {
+    /// Logs how the tables are read, where that differs from `before`.
+    pub fn log_what_is_new(&self, before: Option<&Tables>) {
+        let Tables { offer, transport, why, protection } = self;
+        if before.is_some_and(|before| before.transport == *transport && before.why == *why) {
+            return;
+        }
+        if before.is_some_and(|before| before.transport == TransportKind::Verbs) {
+            tracing::warn!(
+                event = events::RDMA_ENDED,
+                now = transport.name(),
+                why,
+                "RDMA to the source has ended; going on by another transport"
+            );
+        }
+        let (generation, offset) = (offer.generation, offer.offset);
+        let transport = transport.name();
+        tracing::info!(event = events::SOURCE_READ, transport, why, %protection, generation, offset, "reading the source's tables");
+    }
+}
+
 impl Chosen {
     /// How the tables of this offer are read.
-    pub(super) fn tables(&self, offer: Box<Offer>) -> Tables {
+    pub fn tables(&self, offer: Box<Offer>) -> Tables {
         Tables { offer, transport: self.kind, why: self.why.clone(), protection: self.protection }
     }
 }
 
 impl Way {
     /// The way to the tables that this connection's peer offers.
-    pub(super) fn new(connection: &Connection, wish: TransportChoices) -> Way {
+    pub fn new(connection: &Connection, wish: TransportChoices) -> Way {
         Way {
             session: connection.session(),
             secret: derive(&connection.session_key(), LANES_LABEL),
@@ -341,18 +370,18 @@ impl Way {
     }
 
     /// The address by which the source was reached.
-    pub(crate) fn source(&self) -> SocketAddr {
+    pub fn source(&self) -> SocketAddr {
         self.source
     }
 
     /// What protects data that is read over this transport.
-    pub(super) fn protection(&self, kind: TransportKind, is_sealed: bool) -> Protection {
+    pub fn protection(&self, kind: TransportKind, is_sealed: bool) -> Protection {
         self.protection.of_data(kind, is_sealed, self.source.ip())
     }
 
     /// Connects to a lender's copy of a table, which is sealed if the table is. Blocks, within the transports'
     /// time-outs.
-    pub(super) fn reach(
+    pub fn reach(
         &self,
         table: &TableOffer,
         is_sealed: bool,
@@ -362,7 +391,7 @@ impl Way {
     }
 
     /// Connects to the offered tables. Blocks, within the transports' time-outs.
-    pub(super) fn feed(
+    pub fn feed(
         &self,
         offer: &Offer,
         sinks: Sinks,
@@ -388,7 +417,7 @@ impl Way {
     }
 
     /// Why no transport that was asked for can be used, as far as this end knows.
-    pub(super) fn why_none(&self, is_sealed: bool) -> Option<String> {
+    pub fn why_none(&self, is_sealed: bool) -> Option<String> {
         let mut connectors = self.wish.connectors(self.source, is_sealed);
         match connectors.best() {
             Some(_) => None,
@@ -397,13 +426,13 @@ impl Way {
     }
 
     /// Whether this transport may be used.
-    pub(super) fn permits(&self, kind: TransportKind) -> bool {
+    pub fn permits(&self, kind: TransportKind) -> bool {
         self.wish.kinds().contains(&kind)
     }
 
     /// Connects to memory with these keys, as to the tables of a source that seals them or not. Blocks, within the
     /// transports' time-outs. Returns also why better transports were not used.
-    pub(super) fn try_out(
+    pub fn try_out(
         &self,
         keys: Vec<Vec<u8>>,
         is_sealed: bool,
@@ -416,7 +445,7 @@ impl Way {
 
     /// Connects to the offered snapshot alone, for a reader that has no server. Blocks, within the transports'
     /// time-outs.
-    pub(crate) fn snapshot(
+    pub fn snapshot(
         &self,
         offer: &Offer,
         sinks: Sinks,
@@ -432,7 +461,7 @@ impl Way {
     }
 
     /// Connects to the offered journal alone. Blocks, within the transports' time-outs.
-    pub(crate) fn journal(&self, offer: &Offer, sinks: Sinks) -> Result<(ReplId, Part, TransportKind), Failure> {
+    pub fn journal(&self, offer: &Offer, sinks: Sinks) -> Result<(ReplId, Part, TransportKind), Failure> {
         let origin = check(offer, self.source)?;
         let is_sealed = !offer.journal.seal.is_empty();
         let mut connectors = self.wish.connectors(self.source, is_sealed);
@@ -608,7 +637,7 @@ const RETAINED_EVERY: Duration = Duration::from_millis(250);
 type Newest = Option<(remora_protocol::Progress, Instant)>;
 
 /// The driver's end. Dropping it ends the session without a last message.
-pub(crate) struct Session {
+pub struct Session {
     messages: UnboundedSender<Outgoing>,
     progress: watch::Sender<Newest>,
     events: UnboundedReceiver<Received>,
@@ -624,13 +653,16 @@ enum Outgoing {
 }
 
 /// A message or the end of the session.
-pub(crate) enum Received {
+pub enum Received {
+    /// A message.
     Message(Box<Message>),
+    /// The session has ended.
     Lost(Loss),
 }
 
 impl Session {
-    pub(crate) fn start(source: Source, way: Way) -> Session {
+    /// Starts the task that has the conversation.
+    pub fn start(source: Source, way: Way) -> Session {
         let (sender, receiver) = source.split();
         let (messages, queued) = unbounded_channel();
         let (progress, newest) = watch::channel(None);
@@ -641,24 +673,24 @@ impl Session {
     }
 
     /// Queues a message. One that cannot be sent is dropped: the end of the session is reported.
-    pub(crate) fn send(&self, message: Message) {
+    pub fn send(&self, message: Message) {
         let _ = self.messages.send(Outgoing::Message(message));
     }
 
     /// Sends this report as soon as there is room, unless there is a newer one by then, or it says too little that is
     /// new. `is_retained`: the source keeps all slots of the snapshot that the report is about.
-    pub(crate) fn report(&self, progress: remora_protocol::Progress, is_retained: bool) {
+    pub fn report(&self, progress: remora_protocol::Progress, is_retained: bool) {
         let now = Instant::now();
         self.progress.send_if_modified(|newest| is_due(newest, progress, is_retained, now));
     }
 
     /// The parameters for connecting to offered tables.
-    pub(crate) fn way(&self) -> &Way {
+    pub fn way(&self) -> &Way {
         &self.way
     }
 
     /// The next message, or the end of the session. Cancel-safe.
-    pub(crate) async fn received(&mut self) -> Received {
+    pub async fn received(&mut self) -> Received {
         match self.events.recv().await {
             Some(received) => received,
             None => {
@@ -669,7 +701,7 @@ impl Session {
     }
 
     /// Sends the newest report and this message, and closes the session when they have arrived.
-    pub(crate) async fn leave(self, message: Message) {
+    pub async fn leave(self, message: Message) {
         let Session { messages, task, _end: end, .. } = self;
         let _ = messages.send(Outgoing::Last(message));
         // The source may be gone, or slow: the sync is over either way.
@@ -756,7 +788,7 @@ fn loss(error: Error) -> Loss {
 
 /// The meaning of a failed attempt to connect to the source again. Another attempt may always succeed: the peer has not
 /// proved that it holds the token, so any host on the way could have sent its refusal.
-pub(crate) fn unreachable(error: Error) -> Loss {
+pub fn unreachable(error: Error) -> Loss {
     Loss { passes: true, ..loss(error) }
 }
 

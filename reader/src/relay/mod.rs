@@ -1,7 +1,7 @@
 //! Relay: from which replica slots are read, and what is lent to others. Independent of the server's state.
 
-pub(crate) mod reader;
-pub(crate) mod server;
+mod lender;
+pub mod reader;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,22 +12,22 @@ use remora_protocol::{LossCause, Message, Offer, Relaying, Relays, TableOffer, U
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 
+use self::lender::{LentCopy, RelayServer, UploadLimits};
 use self::reader::{Lost, ReadFrom, Reading};
-use self::server::{LentCopy, RelayServer, UploadLimits};
-use super::parts::Meter;
-use super::source::{Chosen, RelayWish, Source, Way, wish};
-use crate::args::{ReadArgs, RelayArgs};
-use crate::conversation::tokens::{Credentials, TokenFiles};
-use crate::conversation::{Connection, Options, Protection};
-use crate::events;
-use crate::exit::Failure;
-use crate::transports::{RdmaOffer, TransportChoice, TransportChoices, UploadLimit};
-use crate::units::Size;
+use crate::meter::Meter;
+use crate::source::{Chosen, RelayWish, Source, Way, wish};
+use crate::{ReadOptions, RelayOptions};
+use remora_base::units::Size;
+use remora_conversation::tokens::{Credentials, TokenFiles};
+use remora_conversation::transports::{RdmaOffer, TransportChoice, TransportChoices, UploadLimit};
+use remora_conversation::{Connection, Options, Protection};
+use remora_process::events;
+use remora_process::exit::Failure;
 
 /// This replica's part in passing slots on: the peer that it reads from, and the copy that it lends.
-pub(crate) struct Relay {
-    read: ReadArgs,
-    options: RelayArgs,
+pub struct Relay {
+    read: ReadOptions,
+    options: RelayOptions,
     credentials: Credentials,
     /// The name by which other replicas know this one.
     name: String,
@@ -60,9 +60,9 @@ impl Relay {
     ///
     /// # Errors
     /// The port cannot be used.
-    pub(crate) async fn open(
-        read: ReadArgs,
-        options: RelayArgs,
+    pub async fn open(
+        read: ReadOptions,
+        options: RelayOptions,
         has_folder: bool,
         tokens: &TokenFiles,
         name: String,
@@ -98,19 +98,19 @@ impl Relay {
     }
 
     /// What the source needs to know. `None` if no slots pass between this replica and others.
-    pub(crate) fn introduction(&self) -> Option<Relays> {
+    pub fn introduction(&self) -> Option<Relays> {
         let serves_at = self.serving.as_ref().map(|serving| serving.address().to_string()).unwrap_or_default();
         self.takes_part.then(|| Relays { serves_at, zone: self.options.zone.clone() })
     }
 
     /// What the next feed must provide; `kept`: the memory of the copy that it can go on with.
-    pub(crate) fn wish(&self, kept: Option<Arc<Memory>>) -> Option<RelayWish> {
+    pub fn wish(&self, kept: Option<Arc<Memory>>) -> Option<RelayWish> {
         let download_rate = self.options.download_limit.map_or(0, Size::get);
         self.takes_part.then(|| RelayWish { serves: self.serving.is_some(), download_rate, kept })
     }
 
     /// The next report of the conversation with the upstream replica. Pending without one.
-    pub(crate) async fn said(&mut self) -> Said {
+    pub async fn said(&mut self) -> Said {
         match &mut self.upstream {
             Some((_, conversation)) => conversation.said().await,
             None => std::future::pending().await,
@@ -118,18 +118,18 @@ impl Relay {
     }
 
     /// Notes that all slots have arrived.
-    pub(crate) fn leave_upstream(&mut self) {
+    pub fn leave_upstream(&mut self) {
         self.upstream = None;
     }
 
     /// An offer has come, whose tables are connected next.
-    pub(crate) fn offered(&mut self) {
+    pub fn offered(&mut self) {
         self.assignment.offered();
     }
 
     /// Tables were connected: lends their copy, and reads from where the source has said last. Returns what the
     /// delivery must know.
-    pub(crate) fn attached(&mut self, offer: &Offer, chosen: &mut Chosen, loaded: bool) -> Option<ReadFrom> {
+    pub fn attached(&mut self, offer: &Offer, chosen: &mut Chosen, loaded: bool) -> Option<ReadFrom> {
         let Some((memory, own, is_new)) = chosen.copy.take() else {
             // A replica that has loaded everything continues to lend its slots.
             if !loaded {
@@ -153,7 +153,7 @@ impl Relay {
             };
             if let Some(serving) = self.serving.as_ref().filter(may_lend) {
                 let by_rdma = chosen.kind == TransportKind::Verbs;
-                let rdma = by_rdma.then(|| RdmaOffer { is_off: false, end: self.read.rdma.end.options() });
+                let rdma = by_rdma.then(|| RdmaOffer { is_off: false, end: self.read.rdma.end.clone() });
                 let keeps_all = offer.snapshot.retained && own.slots >= offer.snapshot.slots;
                 let by_tcp = chosen.kind == TransportKind::Tcp;
                 let memory = memory.clone();
@@ -166,7 +166,7 @@ impl Relay {
     }
 
     /// Reads from the upstream that the source has assigned for this generation.
-    pub(crate) fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) -> Option<ReadFrom> {
+    pub fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) -> Option<ReadFrom> {
         let is_ours = self.copy.as_ref().is_some_and(|copy| copy.generation == generation);
         self.assignment.assigned(generation, upstream.clone());
         if is_ours { self.read_from(upstream) } else { None }
@@ -197,7 +197,7 @@ impl Relay {
     }
 
     /// The upstream replica cannot be read any more. Returns the message for the source, which assigns another.
-    pub(crate) fn lost(&mut self, lost: Lost) -> Option<Message> {
+    pub fn lost(&mut self, lost: Lost) -> Option<Message> {
         let Lost { session, cause, text } = lost;
         let (upstream, _) = self.upstream.take_if(|(_, present)| present.session == session)?;
         let name = &upstream.name;
@@ -215,7 +215,7 @@ impl Relay {
 
     /// The first slot that the source must keep for this replica. What was copied out of a window is not needed there
     /// any more, though the server has yet to get it.
-    pub(crate) fn slots_below(&self) -> u64 {
+    pub fn slots_below(&self) -> u64 {
         let used = self.meter.slots_below.get();
         match &self.copy {
             Some(copy) if copy.in_window => used.max(self.meter.slots_held.get()),
@@ -224,7 +224,7 @@ impl Relay {
     }
 
     /// What this replica reports to the source about its part in passing slots on.
-    pub(crate) fn relaying(&self) -> Option<Relaying> {
+    pub fn relaying(&self) -> Option<Relaying> {
         self.copy.as_ref()?;
         let reads_from = self.meter.reads_from.get();
         Some(Relaying {
@@ -236,13 +236,13 @@ impl Relay {
     }
 
     /// Other replicas that read slots here.
-    pub(crate) fn readers(&self) -> usize {
+    pub fn readers(&self) -> usize {
         self.serving.as_ref().map_or(0, RelayServer::readers)
     }
 }
 
 /// On the source's host nothing is passed on: replicas there read its memory in place.
-fn may_be_far(read: &ReadArgs, options: &RelayArgs, source: &Source) -> bool {
+fn may_be_far(read: &ReadOptions, options: &RelayOptions, source: &Source) -> bool {
     let is_local = source.address().ip() == source.local_address().ip();
     match read.transport {
         TransportChoice::Shm => false,
@@ -263,22 +263,22 @@ fn may_be_far(read: &ReadArgs, options: &RelayArgs, source: &Source) -> bool {
 // from the conversation. Its bytes are accepted only if they match the source's checksums ([`reader`]).
 
 /// Which peer to read, and into which memory.
-pub(crate) struct Goal {
-    pub(crate) credentials: Credentials,
-    pub(crate) upstream: Upstream,
-    pub(crate) generation: u64,
+struct Goal {
+    credentials: Credentials,
+    upstream: Upstream,
+    generation: u64,
     /// The name of this replica.
-    pub(crate) name: String,
-    pub(crate) wish: TransportChoices,
+    name: String,
+    wish: TransportChoices,
     /// The memory of this replica's copy.
-    pub(crate) memory: Arc<Memory>,
-    pub(crate) slot_size: u32,
+    memory: Arc<Memory>,
+    slot_size: u32,
     /// The copy holds ciphertext, as the source's table does.
-    pub(crate) is_sealed: bool,
+    is_sealed: bool,
 }
 
 /// A report of a conversation.
-pub(crate) enum Said {
+pub enum Said {
     /// For the delivery.
     ReadFrom(ReadFrom),
     /// The peer cannot be read.
@@ -293,16 +293,16 @@ const REACH_LIMIT: Duration = Duration::from_secs(3);
 
 /// Connecting to a peer, and the conversation with it afterwards. Dropping it ends both and discards its reports, which
 /// could be taken for those of a later conversation with the same peer.
-pub(crate) struct Conversation {
+struct Conversation {
     /// The peer's session with the source.
-    pub(crate) session: u64,
+    session: u64,
     task: AbortHandle,
     said: UnboundedReceiver<Said>,
 }
 
 impl Conversation {
     /// The next report. Pending for ever after [`Said::Lost`].
-    pub(crate) async fn said(&mut self) -> Said {
+    async fn said(&mut self) -> Said {
         match self.said.recv().await {
             Some(said) => said,
             None => std::future::pending().await,
@@ -317,7 +317,7 @@ impl Drop for Conversation {
 }
 
 /// Begins to connect.
-pub(crate) fn begin(goal: Goal) -> Conversation {
+fn begin(goal: Goal) -> Conversation {
     let session = goal.upstream.session;
     let (tell, said) = unbounded_channel();
     let task = tokio::spawn(async move {
@@ -333,7 +333,7 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     let session = goal.upstream.session;
     let who = format!("{} at {}", goal.upstream.name, goal.upstream.address);
     let lost = |cause, text: String| Lost { session, cause, text: format!("the replica {who} {text}") };
-    let gone = |error: crate::conversation::Error| lost(LossCause::Gone, error.to_string());
+    let gone = |error: remora_conversation::Error| lost(LossCause::Gone, error.to_string());
     let address: SocketAddr =
         goal.upstream.address.parse().map_err(|_| lost(LossCause::Refused, "has no valid address".into()))?;
     let options =
@@ -372,7 +372,7 @@ async fn converse(goal: Goal, tell: &UnboundedSender<Said>) -> Result<(), Lost> 
     }
 }
 
-async fn offer(connection: &mut Connection, wanted: u64) -> Result<(TableOffer, u64), crate::conversation::Error> {
+async fn offer(connection: &mut Connection, wanted: u64) -> Result<(TableOffer, u64), remora_conversation::Error> {
     loop {
         if let Message::PeerOffer { generation, table, rate } = connection.receive().await?
             && generation == wanted
@@ -407,26 +407,25 @@ async fn reach(
 
 /// The source's last word about where slots are read.
 #[derive(Default)]
-pub(crate) struct Assignment {
+pub struct Assignment {
     /// What it has said since its last offer: the generation, and the upstream; `None`: the source itself.
     later: Option<(u64, Option<Upstream>)>,
 }
 
 impl Assignment {
     /// An offer has come, which says it anew.
-    pub(crate) fn offered(&mut self) {
+    pub fn offered(&mut self) {
         self.later = None;
     }
 
     /// The source has assigned this upstream for this generation.
-    pub(crate) fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) {
+    pub fn assigned(&mut self, generation: u64, upstream: Option<Upstream>) {
         self.later = Some((generation, upstream));
     }
 
     /// Where the slots of this offer are read, whose tables are connected now; `None`: from the source itself.
-    pub(crate) fn of(&self, offer: &Offer) -> Option<Upstream> {
-        #[cfg(any(test, feature = "simulation"))]
-        if crate::mutation::Mutation::AssignmentForgotten.is_active() {
+    pub fn of(&self, offer: &Offer) -> Option<Upstream> {
+        if remora_base::mutation::Mutation::AssignmentForgotten.is_active() {
             return offer.upstream.clone();
         }
         match &self.later {

@@ -26,12 +26,13 @@ use remora_table::Geometry;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::conversation::listener::{self, Listener};
-use crate::conversation::{Connection, Endpoint, Options, Protection, Security, Sender, derive};
-use crate::exit::Failure;
-use crate::replica::parts::Meter;
-use crate::transports::{LANES_LABEL, RdmaOffer};
-use crate::{events, transports};
+use crate::meter::Meter;
+use remora_conversation::listener::{self, Listener};
+use remora_conversation::transports;
+use remora_conversation::transports::{LANES_LABEL, RdmaOffer};
+use remora_conversation::{Connection, Endpoint, Options, Protection, Security, Sender, derive};
+use remora_process::events;
+use remora_process::exit::Failure;
 
 /// A copy for other replicas to read.
 pub(crate) struct LentCopy {
