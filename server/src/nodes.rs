@@ -87,6 +87,18 @@ pub fn is_a_secret(address: &str) -> bool {
     address.get(..SECRET).is_some_and(|secret| secret.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
+/// The port of a node's bus, by the lines for it in an answer that cannot be believed as a whole: lines may be repeated
+/// in the place of an address. `None`: there is no line for it that has this port, or they differ.
+pub fn bus_port(text: &str, id: &str, port: u16) -> Option<u16> {
+    let mut told = text.lines().filter_map(|line| {
+        let (_, rest) = line.split_once(' ').filter(|(named, _)| *named == id)?;
+        let place = Place::parse(rest.split(' ').next()?)?;
+        (place.port == port).then_some(place.bus_port)
+    });
+    let first = told.next()?;
+    told.all(|other| other == first).then_some(first)
+}
+
 /// Digits of a secret of Redis: `CLUSTER_INTERNALSECRETLEN` in its cluster_legacy.h.
 const SECRET: usize = 40;
 
@@ -265,6 +277,15 @@ mod tests {
         }
         assert!(!have_secrets(&text()));
         assert_eq!(parse(&line("10.0.0.1")).unwrap()[0].name.as_deref(), Some("10.0.0.2"));
+    }
+
+    #[test]
+    fn the_port_of_a_bus_is_read_where_the_lines_for_a_node_agree() {
+        let port = |text: &str, digit: &str, port| bus_port(text, &digit.repeat(40), port);
+        assert_eq!((port(&text(), "a", 7000), port(&text(), "b", 7001)), (Some(17000), Some(17001)));
+        assert_eq!((port(&text(), "a", 7001), port(&text(), "d", 7000)), (None, None));
+        let again = text() + &format!("{} 127.0.0.1:7000@9 master", "a".repeat(40));
+        assert_eq!((port(&again, "a", 7000), port(&again, "b", 7001)), (None, Some(17001)));
     }
 
     #[test]

@@ -29,7 +29,8 @@ pub struct TlsOptions {
     pub certificate: Option<PathBuf>,
     /// The private key of the client certificate, PEM.
     pub key: Option<PathBuf>,
-    /// The name to expect in the server's certificate, if not the host of its address.
+    /// The name to expect in the server's certificate, if not the host of its address. A server at another address, such
+    /// as the primary that a replica names, may have a certificate for this name or for its host.
     pub server_name: Option<String>,
     /// Fingerprints of servers' certificates. If there are any, they replace the check of name and authority.
     pub pins: Vec<Fingerprint>,
@@ -127,7 +128,9 @@ impl TlsOptions {
                 }
             }
         }
-        Trust::of(roots, named, asked, provider).map_err(SetupError::Tls)
+        // What is no name is refused where the connection's own name is made of it.
+        let given = self.server_name.clone().and_then(|name| ServerName::try_from(name).ok());
+        Trust::of(roots, named, given, asked, provider).map_err(SetupError::Tls)
     }
 }
 

@@ -6,6 +6,8 @@
 //!   otherwise ── rustls: a chain to an authority, times, purpose and name ──▶ accepted
 //! ```
 //!
+//! The name is the host of the address, or the one of `--tls-server-name`.
+//!
 //! The second way is that of OpenSSL, and so of the servers and their command line: who is named as trusted needs no
 //! other authority. rustls alone refuses it if it may sign others (CA:TRUE), as `openssl req -x509` makes it.
 
@@ -32,6 +34,9 @@ pub(super) struct Trust {
     /// The certificates of `--tls-ca`.
     named: Vec<CertificateDer<'static>>,
     chains: Option<Arc<WebPkiServerVerifier>>,
+    /// The name of `--tls-server-name`. It also does for a server at another address, such as the primary: whoever has
+    /// such a certificate is one of the servers that the user means.
+    given: Option<ServerName<'static>>,
     algorithms: WebPkiSupportedAlgorithms,
     asked: Asked,
 }
@@ -40,20 +45,21 @@ impl Trust {
     /// These fingerprints alone.
     pub(super) fn pinned(pins: &[Fingerprint], asked: Asked, provider: &CryptoProvider) -> Trust {
         let algorithms = provider.signature_verification_algorithms;
-        Trust { pins: pins.to_vec(), named: Vec::new(), chains: None, algorithms, asked }
+        Trust { pins: pins.to_vec(), named: Vec::new(), chains: None, given: None, algorithms, asked }
     }
 
     /// The authorities, and the certificates that were named as trusted.
     pub(super) fn of(
         roots: RootCertStore,
         named: Vec<CertificateDer<'static>>,
+        given: Option<ServerName<'static>>,
         asked: Asked,
         provider: &Arc<CryptoProvider>,
     ) -> Result<Trust, String> {
         let chains = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider.clone()).build();
         let chains = chains.map_err(|error| error.to_string())?;
         let algorithms = provider.signature_verification_algorithms;
-        Ok(Trust { pins: Vec::new(), named, chains: Some(chains), algorithms, asked })
+        Ok(Trust { pins: Vec::new(), named, chains: Some(chains), given, algorithms, asked })
     }
 
     /// A certificate that was named itself: its time, its purpose and its name.
@@ -71,6 +77,11 @@ impl Trust {
         }
         rustls::client::verify_server_name(&ParsedCertificate::try_from(certificate)?, name)
     }
+}
+
+fn is_about_the_name(error: &Error) -> bool {
+    use CertificateError::{NotValidForName, NotValidForNameContext};
+    matches!(error, Error::InvalidCertificate(NotValidForName | NotValidForNameContext { .. }))
 }
 
 impl ServerCertVerifier for Trust {
@@ -91,10 +102,14 @@ impl ServerCertVerifier for Trust {
                 false => Err(unfit(asked.why_not_pinned(certificate))),
             };
         };
-        let checked = match self.named.iter().any(|named| named == certificate) {
+        let check = |name: &ServerName<'_>| match self.named.iter().any(|named| named == certificate) {
             true => self.check_named(certificate, name, now),
             false => chains.verify_server_cert(certificate, others, name, ocsp, now).map(drop),
         };
+        let checked = check(name).or_else(|error| match &self.given {
+            Some(given) if given != name && is_about_the_name(&error) => check(given).map_err(|_| error),
+            _ => Err(error),
+        });
         let why = |error| unfit(asked.why_not(&error, certificate, others.len()));
         checked.map(|()| ServerCertVerified::assertion()).map_err(why)
     }

@@ -52,8 +52,9 @@ pub struct TlsArgs {
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_key: Option<PathBuf>,
 
-    /// The name to expect in the server's certificate, if not the host of its address. For connections to servers;
-    /// those between agents have --source-name and --peer-name.
+    /// The name to expect in the server's certificate, if not the host of its address. Servers at other addresses, such
+    /// as the primary, may have a certificate for this name or for their host. For connections to servers; those
+    /// between agents have --source-name and --peer-name.
     #[arg(long, value_name = "NAME")]
     pub tls_server_name: Option<String>,
 

@@ -1,17 +1,18 @@
 //! The nodes of a cluster by `CLUSTER SHARDS`: for nodes whose `CLUSTER NODES` cannot be believed. Pure.
 //!
 //! Texts have their lengths there, so that what stands in the place of an address ends where it should. Less is told:
-//! no port of the bus, no epoch, no slots that move key by key.
+//! no epoch, no slots that move key by key, and no port of the bus, which the lines of `CLUSTER NODES` still have.
 
 use remora_redis::resp::Frame;
 
-use super::nodes::{Node, Slots, is_a_secret, is_id};
+use super::nodes::{Node, Slots, bus_port, is_a_secret, is_id};
 
 /// Servers have their bus at this distance from their port, unless `cluster-port` says otherwise.
 const BUS_DISTANCE: u16 = 10_000;
 
-/// The nodes that the answer names; `own`: the id of the one that was asked. `None`: it is no such answer.
-pub(super) fn nodes(answer: &Frame, own: &str) -> Option<Vec<Node>> {
+/// The nodes that the answer names; `own`: the id of the one that was asked; `lines`: what it said to `CLUSTER NODES`.
+/// `None`: it is no such answer.
+pub(super) fn nodes(answer: &Frame, own: &str, lines: &str) -> Option<Vec<Node>> {
     let mut nodes = Vec::new();
     for shard in answer.as_array()? {
         let numbers: Vec<u16> = field(shard, "slots")?.as_array()?.iter().filter_map(slot).collect();
@@ -25,13 +26,13 @@ pub(super) fn nodes(answer: &Frame, own: &str) -> Option<Vec<Node>> {
         let is_primary = |member: &&Frame| text(member, "role") == Some("master");
         let primary = members.iter().find(is_primary).and_then(|member| text(member, "id"));
         for member in members {
-            nodes.push(node(member, primary, &slots, own)?);
+            nodes.push(node(member, primary, &slots, (own, lines))?);
         }
     }
     Some(nodes)
 }
 
-fn node(member: &Frame, primary: Option<&str>, slots: &[Slots], own: &str) -> Option<Node> {
+fn node(member: &Frame, primary: Option<&str>, slots: &[Slots], (own, lines): (&str, &str)) -> Option<Node> {
     let id = text(member, "id").filter(|id| is_id(id))?;
     let name = text(member, "hostname").filter(|name| !name.is_empty());
     // What follows a secret need not be text.
@@ -47,7 +48,7 @@ fn node(member: &Frame, primary: Option<&str>, slots: &[Slots], own: &str) -> Op
         host: host.to_owned(),
         name: name.map(str::to_owned),
         port,
-        bus_port: port.saturating_add(BUS_DISTANCE),
+        bus_port: bus_port(lines, id, port).unwrap_or(port.saturating_add(BUS_DISTANCE)),
         flags: flags.into_iter().map(str::to_owned).collect(),
         primary: primary.filter(|_| !is_primary).map(str::to_owned),
         epoch: 0,
@@ -100,8 +101,14 @@ mod tests {
             [member("a", "10.0.0.1", "", "master", "online"), member("b", &secret, "10.0.0.2", "replica", "fail")];
         let slots = [100, 200, 0, 9].map(Frame::Integer);
         let shard = [bulk("slots"), Frame::Array(slots.into()), bulk("nodes"), Frame::Array(members.into())];
-        let nodes = nodes(&Frame::Array(vec![Frame::Array(shard.into())]), &"b".repeat(40)).unwrap();
+        let (a, b) = ("a".repeat(40), "b".repeat(40));
+        let rest = "- 0 0 1 connected";
+        let lines =
+            format!("{a} 10.0.0.1:7000@34113,,shard-id=1 master {rest}\n{b} {secret}\n{a} 10.0.0.1:7000@34113 master");
+        let answer = Frame::Array(vec![Frame::Array(shard.into())]);
+        let nodes = nodes(&answer, &b, &lines).unwrap();
         let [primary, replica] = &nodes[..] else { panic!("{nodes:?}") };
+        assert_eq!((primary.bus_port, replica.bus_port), (34113, 17000), "the lines have the one, and not the other");
         assert_eq!((primary.host.as_str(), primary.slots.len(), primary.slots[0].first), ("10.0.0.1", 2, 0));
         assert_eq!((replica.host.as_str(), replica.primary.as_ref()), ("10.0.0.2", Some(&primary.id)));
         assert!(replica.has("myself") && replica.is_lost() && primary.is_primary() && replica.slots.is_empty());

@@ -111,7 +111,7 @@ pub(super) async fn nodes_of(client: &mut Client) -> Result<Vec<Node>, Failure> 
         true => {
             let own = client.command(&["CLUSTER", "MYID"]).await?;
             let answer = client.command(&["CLUSTER", "SHARDS"]).await?;
-            let nodes = shards::nodes(&answer, own.as_str().unwrap_or_default());
+            let nodes = shards::nodes(&answer, own.as_str().unwrap_or_default(), &text);
             nodes.ok_or_else(|| client.unexpected("CLUSTER SHARDS", &answer))?
         }
         false => nodes::parse(&text).map_err(|error| Failure::new(Code::Server, format!("{server}: {error}")))?,

@@ -153,6 +153,20 @@ fn an_address_that_the_certificate_does_not_name_is_said_and_the_name_can_be_giv
         scene.needs_a_pin(HOST, &trusting(&files.ca), &parts);
         scene.accepts(HOST, &TlsOptions { server_name: Some(names[0].into()), ..trusting(&files.ca) });
     }
+    // It does for a server that is reached at another address too, and no other name does.
+    let files = authority.sign("pods", &["redis.data.svc"]).unwrap();
+    let scene = Scene::new(&files);
+    let named = |name: &str| TlsOptions { server_name: Some(name.into()), ..trusting(&files.ca) };
+    for name in ["redis.data.svc", "other.data.svc"] {
+        let own =
+            Server::new("rediss://127.0.0.2:1".parse().unwrap(), Credentials::default(), &named(name), Task::Source);
+        let primary = own.unwrap().at(HOST, scene.server.tls_port().unwrap());
+        let connected = scene.runtime.block_on(primary.connect()).map(drop).map_err(|error| error.to_string());
+        match name {
+            "redis.data.svc" => connected.unwrap(),
+            _ => says(&connected.unwrap_err(), &["redis.data.svc", "and not for 127.0.0.1"]),
+        }
+    }
     // mkcert localhost 127.0.0.1
     let files = authority.sign("both", &["localhost", HOST]).unwrap();
     Scene::new(&files).accepts(HOST, &trusting(&files.ca));
