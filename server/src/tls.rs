@@ -29,8 +29,8 @@ pub struct TlsOptions {
     pub certificate: Option<PathBuf>,
     /// The private key of the client certificate, PEM.
     pub key: Option<PathBuf>,
-    /// The name to expect in the server's certificate, if not the host of its address. A server at another address, such
-    /// as the primary that a replica names, may have a certificate for this name or for its host.
+    /// The name to expect in the server's certificate, if not the host of its address. A server at another address,
+    /// such as the primary that a replica names, may have a certificate for this name or for its host.
     pub server_name: Option<String>,
     /// Fingerprints of servers' certificates. If there are any, they replace the check of name and authority.
     pub pins: Vec<Fingerprint>,

@@ -8,12 +8,12 @@ mod backup;
 mod cluster;
 mod connections;
 mod fetch;
+mod help;
 mod inspect;
 mod migrate;
 mod replica;
 mod sentinel;
 mod server;
-mod short_help;
 mod source;
 mod tools;
 mod volume;
@@ -39,6 +39,7 @@ pub use self::connections::{
 pub use self::fetch::{
     ClusterNodeArgs, FetchArgs, PassOnArgs, SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs,
 };
+pub(crate) use self::help::rare_of;
 pub use self::inspect::{AskArgs, DevicesArgs, PlanArgs, PlannedSecurity, ProbeArgs, ReadArgs, ReadyArgs, StatusArgs};
 pub use self::migrate::{DigestUse, EndsArgs, MigrateArgs, SwitchArgs, VerifyArgs};
 pub(crate) use self::replica::SyncArgs;
@@ -299,7 +300,7 @@ where
 
 /// The definition of the whole command line, for completions, man pages and tests.
 pub fn definition() -> clap::Command {
-    short_help::shorten(Cli::command())
+    help::in_three_parts(Cli::command())
 }
 
 const ABOUT: &str = "\

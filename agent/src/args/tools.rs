@@ -188,6 +188,13 @@ pub enum ConfigAction {
         /// The file.
         file: PathBuf,
     },
+    /// Explain the options of a command that are for rare days, which --help leaves out. The file is their place; the
+    /// command line takes them too.
+    Rare {
+        /// The command, such as `replica`.
+        #[arg(value_name = "COMMAND")]
+        of: String,
+    },
 }
 
 const CONFIG_ABOUT: &str = "\
@@ -214,6 +221,7 @@ A file:
 
 Examples:
   remora config check /etc/remora/remora.toml
+  remora config rare source
   remora source --config /etc/remora/remora.toml --max-replicas 8
 
 {}",

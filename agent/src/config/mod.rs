@@ -185,7 +185,25 @@ fn shown(path: &Path) -> String {
 /// # Errors
 /// The file cannot be read, or a command refuses what it says.
 pub fn run(args: &ConfigArgs) -> Result<(), Failure> {
-    let ConfigAction::Check { file } = &args.action;
+    match &args.action {
+        ConfigAction::Check { file } => check(file),
+        ConfigAction::Rare { of } => explain_rare(of),
+    }
+}
+
+/// Prints the options of a command that are for rare days.
+fn explain_rare(of: &str) -> Result<(), Failure> {
+    let definition = args::definition();
+    let command = definition
+        .find_subcommand(of)
+        .ok_or_else(|| Failure::new(Code::Usage, format!("there is no command {of}: `remora --help` lists them")))?;
+    match args::rare_of(command) {
+        Some(mut rare) => progress::print_line(rare.render_long_help().to_string().trim_end()),
+        None => progress::print_line(&format!("remora {of} --help has all options of this command")),
+    }
+}
+
+fn check(file: &Path) -> Result<(), Failure> {
     let definition = args::definition();
     let commands = File::read(file)?.commands(&definition);
     if commands.is_empty() {
