@@ -14,10 +14,10 @@ use super::machine::Format;
 use super::server_settings::Tuning;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::{Source, exports, presence};
-use crate::options::{Options, SourceFile};
+use crate::options::{ModuleCapture, Options, SourceFile};
 use remora_base::units::Size;
 use remora_process::events;
-use remora_process::exit::Failure;
+use remora_process::exit::{Code, Failure};
 use remora_process::tasks::blocking;
 use remora_server::own_changes::why_not_as_its_primary;
 use remora_server::{Facts, Server};
@@ -47,6 +47,10 @@ impl Methods {
     /// # Errors
     /// The server does not continue behind the file, or the state folder cannot be used.
     pub(super) async fn of(options: &Options, server: &Server, facts: &Facts) -> Result<Methods, Failure> {
+        if options.no_fork && options.file.is_none() && options.module.capture != ModuleCapture::Sweep {
+            let text = "--no-fork goes with --from-file or --module-capture sweep: every other snapshot needs a fork";
+            return Err(Failure::new(Code::Usage, text));
+        }
         let mut file = None;
         if let Some(SourceFile { path, open }) = &options.file {
             let (path, open) = (path.clone(), *open);
@@ -168,6 +172,7 @@ pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_form
         sealed_journal: remote.and_then(|remote| remote.journal_table(RegionId { generation, region: JOURNAL_REGION })),
         module: source.methods.rules.clone(),
         module_failed_lately: source.methods.history.module_failed_lately(Instant::now()),
+        no_fork: source.options.no_fork,
         sweep_failed_lately: source.methods.history.sweep_failed_lately(Instant::now()),
         gauge: source.gauge.clone(),
         events: source.events.clone(),

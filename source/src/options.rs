@@ -38,6 +38,9 @@ pub struct Options {
     pub eager: bool,
     /// The file that has the snapshot, in place of the server.
     pub file: Option<SourceFile>,
+    /// Take no snapshot that makes the primary fork. Snapshots come from the file, or by a sweep of the module: one of
+    /// the two must be asked for.
+    pub no_fork: bool,
     /// A snapshot that is older is not given to new joiners: at least [`LEAST_AGE`].
     pub max_age: Duration,
     /// What the source may change at its server for the moment of the fork.
@@ -213,6 +216,7 @@ impl Options {
             announce: None,
             max_replicas: 64,
             at_once: None,
+            no_fork: false,
             tables: TableOptions::default(),
             eager: false,
             file: None,

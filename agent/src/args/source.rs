@@ -97,6 +97,11 @@ pub struct SourceArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "load_module", help_heading = "Snapshot")]
     pub from_file: Option<PathBuf>,
 
+    /// Never have the primary fork for a snapshot: it comes from --from-file, or by `--module-capture sweep`. Where that
+    /// cannot be, replicas wait, and the log says why.
+    #[arg(long, help_heading = "Snapshot")]
+    pub no_fork: bool,
+
     /// A snapshot older than this is not given to new joiners: the next one that joins starts a new snapshot. At least
     /// 1s.
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = parse_age, help_heading = "Snapshot")]
@@ -414,6 +419,7 @@ impl SourceArgs {
             },
             eager: self.eager,
             file: self.from_file.clone().map(|path| SourceFile { path, open: open_file }),
+            no_fork: self.no_fork,
             max_age: self.max_age,
             tuning: TuningOptions { is_wanted: self.tune.tune_server, state_dir: self.tune.state_dir.clone() },
             fork_interval: self.limits.fork_interval,

@@ -9,7 +9,7 @@ use remora_lab::server::{Builder, wait_until};
 use remora_lab::workload::Options;
 use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
 
-use crate::kit::{LONG, Source, at_once, load, number};
+use crate::kit::{LONG, Source, Stage, at_once, ends, load, number, says};
 use crate::module::{method, with_module};
 
 const SWEEP: [&str; 4] = ["--memory", "1GiB", "--module-capture", "sweep"];
@@ -56,7 +56,7 @@ fn resize(primary: &Server, over: &AtomicBool) {
                 1 => client.queue(&["COPY", &old, &more, "DB", "9", "REPLACE"]),
                 2 => client.queue(&[
                     "EVAL",
-                    "redis.call('APPEND', KEYS_BESIDE_WRITERS[1], 'y') return redis.call('DEL', KEYS_BESIDE_WRITERS[2])",
+                    "redis.call('APPEND', KEYS[1], 'y') return redis.call('DEL', KEYS[2])",
                     "2",
                     &old,
                     &more,
@@ -192,6 +192,30 @@ fn what_keeps_a_server_from_being_swept_is_named_and_its_fork_takes_the_snapshot
         fill(&hasty);
         is_forked_for(&hasty, "the server has no backlog, and would fork to get one");
     });
+}
+
+#[test]
+fn a_primary_that_must_not_fork_does_not_and_replicas_wait_until_it_can_be_swept() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = sweepable(kind).start().unwrap();
+    fill_every_type(&mut primary.client().unwrap(), 26).unwrap();
+    let mut client = primary.client().unwrap();
+    client.ok(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]).unwrap();
+    let mut source = Source::start(&primary, &[&SWEEP[..], &["--no-fork"]].concat());
+    let replica = Server::start(kind).unwrap();
+    let mut agent = source.replica(&replica, &[]);
+    source.agent.wait_for_line("maxmemory-policy is allkeys-lru", LONG).unwrap();
+    client.ok(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]).unwrap();
+    agent.wait_for_success(LONG).unwrap();
+    assert_eq!(method(&mut source), SWEPT);
+    assert_same_data(&primary, &replica);
+    assert_eq!(number(&primary, "total_forks"), 0);
+    // Without a way that needs no fork, nothing is begun.
+    let stage = Stage::new();
+    let url = primary.url();
+    let token = stage.token.display().to_string();
+    let words = ["source", "--server", &url, "--token-file", &token, "--no-fork"];
+    says(&ends(&mut stage.start(None, &words), 2), &["--from-file", "--module-capture sweep"]);
 }
 
 /// Does something to a primary that is being swept. The replica that waits is made by a fork then.

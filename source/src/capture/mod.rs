@@ -217,8 +217,10 @@ pub(crate) struct Plan {
     pub(crate) module: Arc<ModuleRules>,
     /// Whether the module failed a short time ago ([`MethodHistory`]). It is not asked then.
     pub(crate) module_failed_lately: bool,
-    /// Whether a sweep failed a short time ago. The server forks then.
+    /// Whether a sweep failed a short time ago. The server forks then, or there is no snapshot.
     pub(crate) sweep_failed_lately: bool,
+    /// The server must not fork for the snapshot.
+    pub(crate) no_fork: bool,
     /// Figures that the capture shows while it runs.
     pub(crate) gauge: Arc<Gauge>,
     /// Where the capture sends its events: a handful in its life.
@@ -281,6 +283,9 @@ pub enum CaptureError {
     /// The module in the server did not do what it was armed for. The next attempt does without it.
     #[error("the module in the server: {0}")]
     Module(String),
+    /// The snapshot needs a fork, and the server must not be made to.
+    #[error("no snapshot without a fork (--no-fork): {0}")]
+    NeedsFork(String),
     /// The snapshot's file cannot be used, or the server does not continue behind it.
     #[error("{0}")]
     File(String),
@@ -332,6 +337,7 @@ impl CaptureError {
             | CaptureError::Outgrown
             | CaptureError::ServerEnds
             | CaptureError::Module(_)
+            | CaptureError::NeedsFork(_)
             | CaptureError::Panicked(_)
             | CaptureError::HistoryChanged { .. } => true,
             CaptureError::HistoryGone

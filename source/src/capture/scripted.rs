@@ -125,6 +125,7 @@ impl Rig {
             module: Arc::new(rules),
             module_failed_lately: false,
             sweep_failed_lately: false,
+            no_fork: false,
             gauge: Arc::new(Gauge::default()),
             events: sender,
             stop: Arc::new(AtomicBool::new(false)),

@@ -92,6 +92,7 @@ impl Capture {
         if self.plan.module.choice == ModuleCapture::Sweep {
             match self.sweep() {
                 Ok(done) => return Ok(done),
+                Err(ModuleError::BeforeSnapshot(why)) if self.plan.no_fork => return Err(CaptureError::NeedsFork(why)),
                 Err(ModuleError::BeforeSnapshot(why)) => {
                     tracing::warn!(%why, "the server is not swept; its fork takes the snapshot");
                 }
