@@ -97,8 +97,8 @@ pub struct SourceArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "load_module", help_heading = "Snapshot")]
     pub from_file: Option<PathBuf>,
 
-    /// Never have the primary fork for a snapshot: it comes from --from-file, or by `--module-capture sweep`. Where that
-    /// cannot be, replicas wait, and the log says why.
+    /// Never have the primary fork for a snapshot: it comes from --from-file, or by `--module-capture sweep`. Where
+    /// that cannot be, replicas wait, and the log says why.
     #[arg(long, help_heading = "Snapshot")]
     pub no_fork: bool,
 
