@@ -1,5 +1,6 @@
 //! `remora cluster plan`: what is there for each shard, and whether replicas of it can be made now.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use remora_protocol::{Join, Message, Offer, StatusReport};
@@ -13,7 +14,7 @@ use crate::conversation::tokens::Credentials;
 use crate::estimate::BACKLOG_SECONDS;
 use crate::exit::{Code, Failure};
 use crate::reader::source::join;
-use crate::server::Task;
+use crate::server::{Facts, Task};
 use crate::units::{Size, readable};
 use crate::{progress, status};
 
@@ -33,6 +34,8 @@ pub(super) struct Row {
     pub(super) slots: String,
     pub(super) primary: String,
     pub(super) primary_id: String,
+    /// `Valkey 9.1.2`
+    pub(super) primary_server: Option<String>,
     /// Bytes of memory that its data take at the primary.
     pub(super) data_bytes: Option<u64>,
     pub(super) replicas: Vec<ReplicaRow>,
@@ -53,6 +56,8 @@ pub(super) struct Row {
 pub(super) struct ReplicaRow {
     pub(super) address: String,
     pub(super) id: String,
+    /// `Redis 8.2.3`
+    pub(super) server: Option<String>,
     /// `in step`, `takes a full copy`, `its link is down`, or why it does not answer.
     pub(super) state: String,
 }
@@ -100,9 +105,28 @@ impl Plan {
         }
     }
 
+    /// Which servers serve, where there are several kinds: the cluster is on its way from one to the other.
+    fn kinds(&self) -> Option<String> {
+        let count = |servers: &mut dyn Iterator<Item = &Option<String>>| {
+            let mut counts = BTreeMap::new();
+            servers.flatten().for_each(|server| *counts.entry(server.clone()).or_insert(0) += 1);
+            counts
+        };
+        let serving = count(&mut self.shards.iter().map(|row| &row.primary_server));
+        let following = count(&mut self.shards.iter().flat_map(|row| &row.replicas).map(|replica| &replica.server));
+        if serving.keys().chain(following.keys()).collect::<BTreeSet<_>>().len() < 2 {
+            return None;
+        }
+        let named = |counts: &BTreeMap<String, usize>| {
+            counts.iter().map(|(server, count)| format!("{count} {server}")).collect::<Vec<_>>().join(", ")
+        };
+        Some(format!("{} shards are served by {}; replicas: {}", self.shards.len(), named(&serving), named(&following)))
+    }
+
     fn table(&self) -> String {
         let replicas: usize = self.shards.iter().map(|row| row.replicas.len()).sum();
         let mut text = format!("cluster    {} shards, {replicas} replicas\n", self.shards.len());
+        self.kinds().iter().for_each(|kinds| text.push_str(&format!("servers    {kinds}\n")));
         for problem in &self.problems {
             text.push_str(&format!("not well   {problem}\n"));
         }
@@ -137,6 +161,7 @@ impl Row {
             slots: shard.slots(),
             primary: shard.primary.node.address(),
             primary_id: shard.primary.node.id.clone(),
+            primary_server: primary.ok().map(Facts::name),
             data_bytes: primary.ok().and_then(|facts| facts.used_memory_dataset),
             replicas: shard.replicas.iter().map(|member| replica_row(shard, member)).collect(),
             source: source.map(|seen| seen.address.to_string()),
@@ -201,7 +226,8 @@ fn replica_row(shard: &Shard, member: &super::survey::Member) -> ReplicaRow {
             _ => "its link is down".to_owned(),
         },
     };
-    ReplicaRow { address: member.node.address(), id: member.node.id.clone(), state }
+    let server = member.facts.as_ref().ok().map(Facts::name);
+    ReplicaRow { address: member.node.address(), id: member.node.id.clone(), server, state }
 }
 
 /// Rows as columns that are as wide as they have to be. The last one has no end.
@@ -348,17 +374,20 @@ pub(super) async fn status(args: ClusterStatusArgs) -> Result<(), Failure> {
         let sources = ask(&args.sources, &credentials, &survey).await;
         let plan = Plan::of(&survey, &sources);
         let mut text = String::new();
+        plan.kinds().iter().for_each(|kinds| text.push_str(&format!("servers    {kinds}\n")));
         for problem in &plan.problems {
             text.push_str(&format!("not well   {problem}\n"));
         }
         for (shard, row) in survey.shards.iter().zip(&plan.shards) {
-            text.push_str(&format!("shard      {} at {}\n", row.slots, row.primary));
+            let server = row.primary_server.as_ref().map_or_else(String::new, |server| format!(" ({server})"));
+            text.push_str(&format!("shard      {} at {}{server}\n", row.slots, row.primary));
             match sources.beside(shard) {
                 Some(seen) => text.push_str(&status::table(&seen.status)),
                 None => text.push_str(&format!("source     {}\n", row.not_ready_because)),
             }
             for replica in &row.replicas {
-                text.push_str(&format!("replica    {}  {}\n", replica.address, replica.state));
+                let server = replica.server.as_ref().map_or_else(String::new, |server| format!(" ({server})"));
+                text.push_str(&format!("replica    {}{server}  {}\n", replica.address, replica.state));
             }
             text.push('\n');
         }
@@ -380,6 +409,7 @@ mod tests {
             slots: "0-16383".into(),
             primary: "10.0.0.1:6379".into(),
             primary_id: "a".repeat(40),
+            primary_server: Some("Redis 8.2.3".into()),
             data_bytes: Some(1 << 30),
             replicas: Vec::new(),
             source: None,
@@ -412,6 +442,23 @@ mod tests {
         for part in ["2 shards, 0 replicas", "note       a note", "VERDICT", "1 MiB, 17 min", "ready", "no source"] {
             assert!(table.contains(part), "{part}: {table}");
         }
+    }
+
+    #[test]
+    fn servers_of_several_kinds_are_counted() {
+        let replica = |server: &str| ReplicaRow {
+            address: "10.0.0.2:6379".into(),
+            id: "b".repeat(40),
+            server: Some(server.into()),
+            state: "in step".into(),
+        };
+        let with =
+            |servers: &[&str]| Row { replicas: servers.iter().map(|server| replica(server)).collect(), ..row("") };
+        assert_eq!(plan(&[], vec![row(""), with(&["Redis 8.2.3"])]).kinds(), None);
+        let moved = Row { primary_server: Some("Valkey 9.1.2".into()), ..with(&["Redis 8.2.3"]) };
+        let table = plan(&[], vec![moved, with(&["Valkey 9.1.2", "Redis 8.2.3"]), row("")]).table();
+        let line = "servers    3 shards are served by 2 Redis 8.2.3, 1 Valkey 9.1.2; replicas: 2 Redis 8.2.3, 1 Valkey 9.1.2\n";
+        assert!(table.contains(line), "{table}");
     }
 
     #[test]

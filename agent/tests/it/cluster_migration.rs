@@ -283,6 +283,10 @@ fn there_and_back(scene: &Scene) {
         assert_eq!(now - before, u64::from(number < SHARDS), "server {number}: the source's, and no other");
     }
     println!("fail-overs: {}", done["fail_overs"]);
+    let (url, token) = (scene.nodes[0].url(), scene.stage.token.display().to_string());
+    let words = ["cluster", "status", "--server", &url, "--token-file", &token];
+    let status = ends(&mut scene.stage.start(Some(&scene.host), &words), 0);
+    says(&status, &[&format!("{SHARDS} shards are served by {SHARDS} "), &format!("replicas: {SHARDS} ")]);
     writer.wait_for(WRITES);
     says(&scene.end(&[], 0), &["the new nodes serve all 3 shards", "--back"]);
 
