@@ -57,6 +57,10 @@ pub mod op {
     pub const STATFS: u32 = 17;
     pub const RELEASE: u32 = 18;
     pub const FSYNC: u32 = 20;
+    pub const SETXATTR: u32 = 21;
+    pub const GETXATTR: u32 = 22;
+    pub const LISTXATTR: u32 = 23;
+    pub const REMOVEXATTR: u32 = 24;
     pub const FLUSH: u32 = 25;
     pub const INIT: u32 = 26;
     pub const OPENDIR: u32 = 27;
@@ -71,6 +75,7 @@ pub mod op {
     pub const READDIRPLUS: u32 = 44;
     pub const RENAME2: u32 = 45;
     pub const LSEEK: u32 = 46;
+    pub const TMPFILE: u32 = 51;
 }
 
 /// What both ends can do: flags of INIT. Those above 31 are in a second word.
@@ -79,13 +84,22 @@ pub mod init {
     pub const ASYNC_READ: u64 = 1 << 0;
     pub const ATOMIC_O_TRUNC: u64 = 1 << 3;
     pub const BIG_WRITES: u64 = 1 << 5;
+    /// The file system applies the umask: a directory with a default ACL has none.
+    pub const DONT_MASK: u64 = 1 << 6;
     pub const DO_READDIRPLUS: u64 = 1 << 13;
     pub const READDIRPLUS_AUTO: u64 = 1 << 14;
     pub const ASYNC_DIO: u64 = 1 << 15;
     pub const WRITEBACK_CACHE: u64 = 1 << 16;
     pub const PARALLEL_DIROPS: u64 = 1 << 18;
+    /// The kernel checks permissions by ACLs, which it gets and sets as extended attributes.
+    pub const POSIX_ACL: u64 = 1 << 20;
     pub const MAX_PAGES: u64 = 1 << 22;
     pub const CACHE_SYMLINKS: u64 = 1 << 23;
+    /// The file system clears the set-id bits and the capabilities of files that are changed. The kernel then asks for
+    /// the capabilities once, and not before each write.
+    pub const HANDLE_KILLPRIV_V2: u64 = 1 << 28;
+    /// SETXATTR has a word more.
+    pub const SETXATTR_EXT: u64 = 1 << 29;
     /// There is a second word of flags.
     pub const INIT_EXT: u64 = 1 << 30;
     /// Files opened with `FOPEN_DIRECT_IO` may be mapped shared.
@@ -106,6 +120,7 @@ pub mod set {
     pub const ATIME_NOW: u32 = 1 << 7;
     pub const MTIME_NOW: u32 = 1 << 8;
     pub const CTIME: u32 = 1 << 10;
+    pub const KILL_SUIDGID: u32 = 1 << 11;
 }
 
 /// Flags of an opened file: `FOPEN_…`.
@@ -123,6 +138,15 @@ pub const GETATTR_FH: u32 = 1 << 0;
 
 /// A flag of WRITE: the kernel writes its page cache back, and the handle is one of those that are open for writing.
 pub const WRITE_CACHE: u32 = 1 << 0;
+
+/// A flag of WRITE: the caller has no right to leave the file's set-id bits.
+pub const WRITE_KILL_SUIDGID: u32 = 1 << 2;
+
+/// A flag of OPEN and CREATE: the same, of a truncation.
+pub const OPEN_KILL_SUIDGID: u32 = 1 << 0;
+
+/// A flag of SETXATTR: the same, of an ACL and the set-group-id bit.
+pub const SETXATTR_ACL_KILL_SGID: u32 = 1 << 0;
 
 /// A flag of FSYNC: the data alone.
 pub const FSYNC_FDATASYNC: u32 = 1 << 0;

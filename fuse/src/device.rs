@@ -15,7 +15,7 @@ use crate::abi::{IN_HEADER_BYTES, InHeader, OUT_HEADER_BYTES, Put, notify, op, o
 use crate::answer::{Asked, Buffer, Buffers, LaterReplier, Payload, Replier, Sink, SinkPlace, WRONG_LENGTH};
 use crate::error::DEVICE;
 use crate::file_system::{self, FileSystem};
-use crate::request::{Request, operation_bytes, parse};
+use crate::request::{Request, is_of_xattrs, operation_bytes, parse};
 
 /// A descriptor of the device.
 pub(crate) struct Channel(OwnedFd);
@@ -88,12 +88,12 @@ impl Channel {
 const MOST_PIECES: usize = 1024;
 
 /// Serves requests until the file system is not mounted any more.
-pub(crate) fn serve(channel: &Arc<Channel>, file_system: &dyn FileSystem, buffers: &Arc<Buffers>) {
+pub(crate) fn serve(channel: &Arc<Channel>, file_system: &dyn FileSystem, buffers: &Arc<Buffers>, has_xattrs: bool) {
     let mut buffer = buffers.take();
     let mut replier = DeviceReplier { channel: Arc::clone(channel), filled: Vec::new() };
     loop {
         match channel.receive(buffer.as_mut()) {
-            Received::Request(length) => one(&mut buffer, length, file_system, &mut replier),
+            Received::Request(length) => one(&mut buffer, length, file_system, has_xattrs, &mut replier),
             Received::Nothing => {}
             Received::Over => return,
         }
@@ -101,7 +101,13 @@ pub(crate) fn serve(channel: &Arc<Channel>, file_system: &dyn FileSystem, buffer
 }
 
 /// One request.
-fn one(buffer: &mut Buffer, length: usize, file_system: &dyn FileSystem, replier: &mut DeviceReplier) {
+fn one(
+    buffer: &mut Buffer,
+    length: usize,
+    file_system: &dyn FileSystem,
+    has_xattrs: bool,
+    replier: &mut DeviceReplier,
+) {
     let received = &buffer.as_slice()[..length];
     let Some(header) = InHeader::decode(received) else {
         return tracing::error!(length, "the kernel has sent a request without a whole head");
@@ -111,6 +117,10 @@ fn one(buffer: &mut Buffer, length: usize, file_system: &dyn FileSystem, replier
     let (operation, payload) = body.split_at(split);
     if header.length as usize != length {
         return file_system::request(file_system, &header, Err(Errno::INVAL), replier);
+    }
+    if !has_xattrs && is_of_xattrs(header.opcode) {
+        // They may have another form then.
+        return file_system::request(file_system, &header, Err(Errno::NOSYS), replier);
     }
     match parse(&header, operation, payload) {
         Ok(Request::Write(fields)) => {

@@ -6,11 +6,12 @@ use crate::abi::InHeader;
 use crate::answer::{Answer, Asked, Payload, Replier};
 use crate::reply::{
     Created, Data, Done, Entry, KnownAttributes, Listing, ListingPlus, Opened, Position, Reply, Statistics, Target,
-    Written,
+    Written, XATTR_LENGTH_BYTES, Xattr,
 };
 use crate::request::{
-    Allocate, Close, Create, Fsync, GetAttributes, Link, Lookup, MOST_TARGET_BYTES, MakeDirectory, MakeNode, Open,
-    Read, ReadDirectory, Remove, Rename, Request, Seek, SetAttributes, Symlink, Write, WriteFields,
+    Allocate, Close, Create, CreateUnnamed, Fsync, GetAttributes, GetXattr, Link, ListXattrs, Lookup,
+    MOST_TARGET_BYTES, MakeDirectory, MakeNode, Open, Read, ReadDirectory, Remove, RemoveXattr, Rename, Request, Seek,
+    SetAttributes, SetXattr, Symlink, Write, WriteFields,
 };
 
 /// A file system. Requests are checked as [`crate::request`] says. Many are under way at once, from many threads.
@@ -95,6 +96,13 @@ pub trait FileSystem: Send + Sync {
     /// Makes a regular file and opens it. The kernel knows it once. Without it, it is made by
     /// [`FileSystem::make_node`] and then opened.
     fn create(&self, asked: Create<'_>, answer: Answer<'_, Created>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Makes a regular file without a name and opens it. The kernel knows it once. [`FileSystem::link`] gives it a
+    /// name. Without it, `O_TMPFILE` is not supported.
+    fn create_unnamed(&self, asked: CreateUnnamed, answer: Answer<'_, Created>) {
         let _ = asked;
         answer.fail(Errno::NOSYS);
     }
@@ -187,6 +195,34 @@ pub trait FileSystem: Send + Sync {
         answer.fail(Errno::NOSYS);
     }
 
+    // Extended attributes are asked for if the session's options say so and the kernel has what they need. The kernel
+    // checks who may do it by the name's beginning, but lists all names. ACLs are such attributes. The kernel obeys
+    // them, and the file system keeps them and the permission bits alike: see the README.
+
+    /// Says what an extended attribute says; `ENODATA` if there is none.
+    fn get_xattr(&self, asked: GetXattr<'_>, answer: Answer<'_, Xattr>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Sets an extended attribute.
+    fn set_xattr(&self, asked: SetXattr<'_>, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Says the names of all extended attributes, each with a NUL behind it.
+    fn list_xattrs(&self, asked: ListXattrs, answer: Answer<'_, Xattr>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
+    /// Removes an extended attribute; `ENODATA` if there is none.
+    fn remove_xattr(&self, asked: RemoveXattr<'_>, answer: Answer<'_, Done>) {
+        let _ = asked;
+        answer.fail(Errno::NOSYS);
+    }
+
     /// A signal waits for the process that made the request of this number. The file system may fail it with
     /// `EINTR`, or answer it as ever. It may have been answered already, or come only now. [`crate::Waits`] tells
     /// signals that end the process from others.
@@ -232,6 +268,7 @@ pub(crate) fn request(
         Request::Rename(asked) => file_system.rename(asked, short(of, replier)),
         Request::Link(asked) => file_system.link(asked, short(of, replier)),
         Request::Create(asked) => file_system.create(asked, short(of, replier)),
+        Request::CreateUnnamed(asked) => file_system.create_unnamed(asked, short(of, replier)),
         Request::Open(asked) => file_system.open(asked, short(of, replier)),
         Request::Read(asked) => file_system.read(asked, long(of, asked.size, replier)),
         Request::Write(_) => replier.reply(unique, Err(Errno::INVAL)),
@@ -248,6 +285,10 @@ pub(crate) fn request(
         Request::Statistics(node) => file_system.statistics(node, short(of, replier)),
         Request::Allocate(asked) => file_system.allocate(asked, short(of, replier)),
         Request::Seek(asked) => file_system.seek(asked, short(of, replier)),
+        Request::GetXattr(asked) => file_system.get_xattr(asked, xattr(of, asked.size, replier)),
+        Request::SetXattr(asked) => file_system.set_xattr(asked, short(of, replier)),
+        Request::ListXattrs(asked) => file_system.list_xattrs(asked, xattr(of, asked.size, replier)),
+        Request::RemoveXattr(asked) => file_system.remove_xattr(asked, short(of, replier)),
         Request::Interrupt(unique) => file_system.interrupt(unique),
         // The session says it when it ends, which is always.
         Request::Destroy => replier.reply(unique, Ok(&[])),
@@ -262,8 +303,8 @@ pub(crate) fn write(
     data: Payload<'_>,
     replier: &mut dyn Replier,
 ) {
-    let WriteFields { node, handle, offset, is_from_cache, flags, .. } = fields;
-    let asked = Write { node, handle, offset, data, is_from_cache, flags };
+    let WriteFields { node, handle, offset, is_from_cache, flags, drops_set_id, .. } = fields;
+    let asked = Write { node, handle, offset, data, is_from_cache, flags, drops_set_id };
     file_system.write(asked, short(asked_by(header), replier));
 }
 
@@ -274,6 +315,12 @@ fn asked_by(header: &InHeader) -> Asked {
 /// An answer of a length that its kind bounds.
 fn short<R: Reply>(asked: Asked, replier: &mut dyn Replier) -> Answer<'_, R> {
     Answer::new(asked, replier)
+}
+
+/// An answer of at most as many bytes as there is room for, or how many there would be.
+fn xattr(asked: Asked, size: u32, replier: &mut dyn Replier) -> Answer<'_, Xattr> {
+    let most = if size == 0 { XATTR_LENGTH_BYTES } else { size as usize };
+    Answer::new(Asked { most, ..asked }, replier)
 }
 
 /// An answer of at most as many bytes as were asked for.

@@ -28,8 +28,8 @@
 //!
 //! [`memory`] is a file system in this process's memory.
 //!
-//! It does not know what stands behind a file system. Extended attributes are not supported, and the kernel checks
-//! permissions and keeps locks by itself.
+//! It does not know what stands behind a file system. The kernel checks permissions, by ACLs too, and keeps locks by
+//! itself.
 #![deny(unsafe_code)]
 
 pub mod abi;

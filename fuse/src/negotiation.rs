@@ -19,6 +19,7 @@ pub(crate) struct Wish {
     pub(crate) write_back: bool,
     pub(crate) lists_attributes: bool,
     pub(crate) ring: bool,
+    pub(crate) xattrs: bool,
 }
 
 /// What was agreed.
@@ -56,7 +57,8 @@ impl Offer {
         let wished = ALWAYS
             | when(wish.write_back, init::WRITEBACK_CACHE)
             | when(wish.lists_attributes, init::DO_READDIRPLUS | init::READDIRPLUS_AUTO)
-            | when(wish.ring, init::OVER_IO_URING);
+            | when(wish.ring, init::OVER_IO_URING)
+            | when(wish.xattrs && flags & XATTRS == XATTRS, XATTRS);
         let flags = flags & wished;
         // Without the flag a request has at most 32 pages.
         let most_bytes =
@@ -66,6 +68,11 @@ impl Offer {
 }
 
 impl Agreed {
+    /// Whether the file system is asked for extended attributes.
+    pub(crate) fn has_xattrs(&self) -> bool {
+        self.flags & XATTRS == XATTRS
+    }
+
     /// The answer's body.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(INIT_BYTES);
@@ -89,6 +96,10 @@ const ALWAYS: u64 = init::ASYNC_READ
     | init::CACHE_SYMLINKS
     | init::INIT_EXT
     | init::DIRECT_IO_ALLOW_MMAP;
+
+/// What extended attributes need, all of it or nothing: without a part of it ACLs would not be obeyed, or each write
+/// would ask for the file's capabilities.
+const XATTRS: u64 = init::DONT_MASK | init::POSIX_ACL | init::HANDLE_KILLPRIV_V2 | init::SETXATTR_EXT;
 
 /// The unit in which the kernel counts.
 pub(crate) fn page_bytes() -> u32 {
@@ -115,7 +126,7 @@ mod tests {
         body
     }
 
-    const WISH: Wish = Wish { most_bytes: 1 << 20, write_back: true, lists_attributes: true, ring: true };
+    const WISH: Wish = Wish { most_bytes: 1 << 20, write_back: true, lists_attributes: true, ring: true, xattrs: true };
 
     #[test]
     fn what_the_kernel_does_not_offer_is_not_agreed() {
@@ -126,6 +137,19 @@ mod tests {
         let agreed = offer.agree(&Wish { write_back: false, ring: false, ..WISH }).unwrap();
         assert_eq!(agreed.flags, init::INIT_EXT);
         assert_eq!(agreed.encode().len(), INIT_BYTES);
+    }
+
+    #[test]
+    fn extended_attributes_are_agreed_with_all_that_they_need_or_not_at_all() {
+        let agreed = |offered, xattrs| {
+            let offer = Offer::decode(&body(init::INIT_EXT | offered)).unwrap();
+            offer.agree(&Wish { xattrs, ..WISH }).unwrap()
+        };
+        assert!(agreed(XATTRS, true).has_xattrs() && !agreed(XATTRS, false).has_xattrs());
+        assert_eq!(agreed(XATTRS, false).flags & XATTRS, 0);
+        for missing in [init::DONT_MASK, init::POSIX_ACL, init::HANDLE_KILLPRIV_V2, init::SETXATTR_EXT] {
+            assert_eq!(agreed(XATTRS & !missing, true).flags & XATTRS, 0);
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
+use rustix::io::Errno;
 
 use crate::abi::{DIRENT_BYTES, ENTRY_BYTES, Put, opened};
 
@@ -96,6 +97,8 @@ pub struct Attributes {
     pub blocks: u64,
     /// The size of requests that suits it, in bytes.
     pub block_bytes: u32,
+    /// Of a device its number, as [`crate::request::MakeNode::device`] says it; otherwise 0.
+    pub device: u32,
     /// When it was last read.
     pub accessed: Timestamp,
     /// When its content last changed.
@@ -171,6 +174,29 @@ pub struct Data(pub Vec<Bytes>);
 impl<B: Into<Bytes>> From<B> for Data {
     fn from(bytes: B) -> Data {
         Data(vec![bytes.into()])
+    }
+}
+
+/// The value of an extended attribute, or the names of all of them, each with a NUL behind it; or how long that is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Xattr {
+    /// The bytes.
+    Bytes(Bytes),
+    /// How many there are: the caller wants to know no more.
+    Length(u32),
+}
+
+impl Xattr {
+    /// What is answered if the caller has room for `size` bytes. With 0 it asks how long they are.
+    ///
+    /// # Errors
+    /// `ERANGE`: it has too little room.
+    pub fn of(bytes: &[u8], size: u32) -> Result<Xattr, Errno> {
+        match size {
+            0 => Ok(Xattr::Length(u32::try_from(bytes.len()).unwrap_or(u32::MAX))),
+            size if bytes.len() > size as usize => Err(Errno::RANGE),
+            _ => Ok(Xattr::Bytes(Bytes::copy_from_slice(bytes))),
+        }
     }
 }
 
@@ -310,6 +336,22 @@ impl Reply for Target {
     }
 }
 
+impl Reply for Xattr {
+    fn pieces<R>(self, give: impl FnOnce(&[&[u8]]) -> R) -> R {
+        match self {
+            Xattr::Bytes(bytes) => give(&[&bytes]),
+            Xattr::Length(length) => {
+                let mut out = Vec::with_capacity(XATTR_LENGTH_BYTES);
+                out.put_u32(length).put_u32(0);
+                give(&[&out])
+            }
+        }
+    }
+}
+
+/// `fuse_getxattr_out`.
+pub(crate) const XATTR_LENGTH_BYTES: usize = 8;
+
 impl Reply for Listing {
     fn pieces<R>(self, give: impl FnOnce(&[&[u8]]) -> R) -> R {
         give(&[&self.bytes])
@@ -386,7 +428,7 @@ fn put_attributes(of: &Attributes, out: &mut Vec<u8>) {
     times.iter().for_each(|time| _ = out.put_u64(time.seconds.cast_unsigned()));
     times.iter().for_each(|time| _ = out.put_u32(time.nanoseconds));
     out.put_u32(of.kind.code() << KIND_SHIFT | of.permissions & 0o7777);
-    out.put_u32(of.links).put_u32(of.uid).put_u32(of.gid).put_u32(0).put_u32(of.block_bytes).put_u32(0);
+    out.put_u32(of.links).put_u32(of.uid).put_u32(of.gid).put_u32(of.device).put_u32(of.block_bytes).put_u32(0);
 }
 
 const ATTRIBUTES_BYTES: usize = 88;

@@ -23,6 +23,9 @@ pub const MOST_TARGET_BYTES: usize = 4096;
 /// fewer.
 pub const MOST_FORGOTTEN: usize = 1 << 16;
 
+/// The longest value of an extended attribute: `XATTR_SIZE_MAX`.
+pub const MOST_VALUE_BYTES: usize = 64 << 10;
+
 /// On whose behalf the kernel asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
@@ -85,6 +88,10 @@ pub struct SetAttributes {
     pub modified: Option<NewTime>,
     /// When its attributes last changed: said only with the kernel's write-back cache.
     pub changed: Option<Timestamp>,
+    /// The set-user-id bit goes, and so does the set-group-id bit if the group can execute the file. Said only if
+    /// extended attributes are agreed; then a change of owner or size also takes the capabilities
+    /// (`security.capability`).
+    pub drops_set_id: bool,
 }
 
 /// Makes a file that is not opened, of any kind but directories and symbolic links.
@@ -98,10 +105,13 @@ pub struct MakeNode<'a> {
     pub caller: Caller,
     /// What it is.
     pub kind: FileKind,
-    /// Its permission bits; the umask is already applied.
+    /// Its permission bits. The umask is applied already, unless [`crate::SessionOptions::xattrs`] are agreed.
     pub permissions: u32,
-    /// The device's number, for a device.
+    /// The device's number, for a device: its lowest eight bits and the upper twelve are the minor, between them is the
+    /// major.
     pub device: u32,
+    /// Permission bits that the file does not get, unless the directory has a default ACL.
+    pub umask: u32,
 }
 
 /// Makes a directory.
@@ -113,8 +123,10 @@ pub struct MakeDirectory<'a> {
     pub name: &'a [u8],
     /// Who asks, and owns it.
     pub caller: Caller,
-    /// Its permission bits; the umask is already applied.
+    /// Its permission bits. The umask is applied already, unless [`crate::SessionOptions::xattrs`] are agreed.
     pub permissions: u32,
+    /// As [`MakeNode::umask`].
+    pub umask: u32,
 }
 
 /// Makes a regular file and opens it. If the name is there and `flags` has no `O_EXCL`, opens that.
@@ -126,9 +138,28 @@ pub struct Create<'a> {
     pub name: &'a [u8],
     /// Who asks, and owns it.
     pub caller: Caller,
-    /// Its permission bits; the umask is already applied.
+    /// Its permission bits. The umask is applied already, unless [`crate::SessionOptions::xattrs`] are agreed.
     pub permissions: u32,
+    /// As [`MakeNode::umask`].
+    pub umask: u32,
     /// As for `open(2)`.
+    pub flags: OpenFlags,
+    /// As [`SetAttributes::drops_set_id`], if a file that is there is truncated.
+    pub drops_set_id: bool,
+}
+
+/// Makes a regular file without a name and opens it: `O_TMPFILE`. It may get a name later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CreateUnnamed {
+    /// The directory whose group and default ACL it gets.
+    pub parent: u64,
+    /// Who asks, and owns it.
+    pub caller: Caller,
+    /// As [`Create::permissions`].
+    pub permissions: u32,
+    /// As [`MakeNode::umask`].
+    pub umask: u32,
+    /// As for `open(2)`. With `O_EXCL` it never gets a name.
     pub flags: OpenFlags,
 }
 
@@ -176,8 +207,12 @@ pub struct Rename<'a> {
     pub new_parent: u64,
     /// The new name.
     pub new_name: &'a [u8],
+    /// Who asks, and owns the whiteout.
+    pub caller: Caller,
     /// What becomes of a file that has the new name.
     pub how: RenameHow,
+    /// The old name then stands for a whiteout: a character device of number 0. Never with [`RenameHow::Exchange`].
+    pub leaves_whiteout: bool,
 }
 
 /// What becomes of a file that has the new name.
@@ -198,6 +233,8 @@ pub struct Open {
     pub node: u64,
     /// As for `open(2)`, without `O_CREAT` and `O_EXCL`.
     pub flags: OpenFlags,
+    /// As [`SetAttributes::drops_set_id`], if it is truncated.
+    pub drops_set_id: bool,
 }
 
 /// Flags of `open(2)`.
@@ -285,6 +322,8 @@ pub struct Write<'a> {
     pub is_from_cache: bool,
     /// How the file is open, and how the call wants it: with `O_DSYNC` or `O_SYNC` if it must be safe.
     pub flags: OpenFlags,
+    /// As [`SetAttributes::drops_set_id`].
+    pub drops_set_id: bool,
 }
 
 /// An open file whose descriptor is closed, or whose last one is.
@@ -348,6 +387,69 @@ pub struct Seek {
     pub for_data: bool,
 }
 
+/// Asks for the value of an extended attribute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GetXattr<'a> {
+    /// The inode.
+    pub node: u64,
+    /// Who asks.
+    pub caller: Caller,
+    /// The attribute's name: 1 to 255 bytes.
+    pub name: &'a [u8],
+    /// Bytes that the caller has room for; 0 if it asks how long the value is.
+    pub size: u32,
+}
+
+/// Sets an extended attribute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SetXattr<'a> {
+    /// The inode.
+    pub node: u64,
+    /// Who asks.
+    pub caller: Caller,
+    /// The attribute's name: 1 to 255 bytes.
+    pub name: &'a [u8],
+    /// Its value, of at most 64 KiB.
+    pub value: &'a [u8],
+    /// Whether it must be there before.
+    pub how: SetXattrHow,
+    /// It is an ACL, and the caller has no right to leave the set-group-id bit.
+    pub drops_set_group_id: bool,
+}
+
+/// Whether an extended attribute must be there before it is set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SetXattrHow {
+    /// It may be.
+    Any,
+    /// It must not be: `EEXIST`.
+    Create,
+    /// It must be: `ENODATA`.
+    Replace,
+}
+
+/// Asks for the names of all extended attributes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListXattrs {
+    /// The inode.
+    pub node: u64,
+    /// Who asks.
+    pub caller: Caller,
+    /// Bytes that the caller has room for; 0 if it asks how long the list is.
+    pub size: u32,
+}
+
+/// Removes an extended attribute.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoveXattr<'a> {
+    /// The inode.
+    pub node: u64,
+    /// Who asks.
+    pub caller: Caller,
+    /// The attribute's name: 1 to 255 bytes.
+    pub name: &'a [u8],
+}
+
 /// The fields of a write. Its bytes are where the transport has them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WriteFields {
@@ -363,6 +465,8 @@ pub struct WriteFields {
     pub is_from_cache: bool,
     /// See [`Write::flags`].
     pub flags: OpenFlags,
+    /// See [`Write::drops_set_id`].
+    pub drops_set_id: bool,
 }
 
 /// One request.
@@ -384,6 +488,7 @@ pub enum Request<'a> {
     Rename(Rename<'a>),
     Link(Link<'a>),
     Create(Create<'a>),
+    CreateUnnamed(CreateUnnamed),
     Open(Open),
     Read(Read),
     Write(WriteFields),
@@ -399,6 +504,10 @@ pub enum Request<'a> {
     Statistics(u64),
     Allocate(Allocate),
     Seek(Seek),
+    GetXattr(GetXattr<'a>),
+    SetXattr(SetXattr<'a>),
+    ListXattrs(ListXattrs),
+    RemoveXattr(RemoveXattr<'a>),
     /// The process that waits for the answer to the request of this number has a signal. Has no answer.
     Interrupt(u64),
     /// The file system is not mounted any more.
@@ -411,14 +520,20 @@ pub enum Request<'a> {
 pub fn operation_bytes(opcode: u32) -> usize {
     match opcode {
         op::FORGET | op::RENAME | op::LINK | op::OPEN | op::OPENDIR | op::MKDIR => 8,
-        op::BATCH_FORGET | op::INTERRUPT => 8,
+        op::BATCH_FORGET | op::INTERRUPT | op::GETXATTR | op::LISTXATTR => 8,
         op::GETATTR | op::MKNOD | op::CREATE | op::RENAME2 | op::FSYNC | op::FSYNCDIR => 16,
+        op::TMPFILE | op::SETXATTR => 16,
         op::RELEASE | op::RELEASEDIR | op::FLUSH | op::LSEEK => 24,
         op::FALLOCATE => 32,
         op::READ | op::READDIR | op::READDIRPLUS | op::WRITE => 40,
         op::SETATTR => 88,
         _ => 0,
     }
+}
+
+/// Whether an operation is of extended attributes. Without an agreement about them, SETXATTR has fewer fields.
+pub(crate) fn is_of_xattrs(opcode: u32) -> bool {
+    matches!(opcode, op::SETXATTR | op::GETXATTR | op::LISTXATTR | op::REMOVEXATTR)
 }
 
 /// Reads a request: its head, its operation's fields and what follows.
@@ -449,8 +564,8 @@ pub fn parse_write(header: &InHeader, operation: &[u8], length: usize) -> Result
         return Err(Errno::INVAL);
     }
     range(offset, size.into())?;
-    let is_from_cache = how & abi::WRITE_CACHE != 0;
-    Ok(WriteFields { node: header.node, handle, offset, size, is_from_cache, flags })
+    let (is_from_cache, drops_set_id) = (how & abi::WRITE_CACHE != 0, how & abi::WRITE_KILL_SUIDGID != 0);
+    Ok(WriteFields { node: header.node, handle, offset, size, is_from_cache, flags, drops_set_id })
 }
 
 struct Parser<'h, 'a> {
@@ -477,9 +592,10 @@ impl<'a> Parser<'_, 'a> {
             op::SYMLINK => self.symlink(),
             op::MKNOD => return self.make_node(),
             op::MKDIR => {
-                let (permissions, caller) = (self.fields.u32()? & PERMISSIONS, self.caller());
+                let (permissions, umask) = (self.fields.u32()? & PERMISSIONS, self.fields.u32()? & PERMISSIONS);
+                let (parent, caller) = (node, self.caller());
                 self.name()
-                    .map(|name| Request::MakeDirectory(MakeDirectory { parent: node, name, caller, permissions }))
+                    .map(|name| Request::MakeDirectory(MakeDirectory { parent, name, caller, permissions, umask }))
             }
             op::UNLINK => self.name().map(|name| Request::Unlink(Remove { parent: node, name })),
             op::RMDIR => self.name().map(|name| Request::RemoveDirectory(Remove { parent: node, name })),
@@ -496,12 +612,33 @@ impl<'a> Parser<'_, 'a> {
                 self.name().map(|name| Request::Link(Link { node: linked, parent: node, name }))
             }
             op::CREATE => {
-                let flags = OpenFlags(self.fields.u32()?);
-                let (permissions, caller) = (self.fields.u32()? & PERMISSIONS, self.caller());
-                self.name().map(|name| Request::Create(Create { parent: node, name, caller, permissions, flags }))
+                let (parent, caller) = (node, self.caller());
+                let (flags, permissions, umask, drops_set_id) = self.created()?;
+                self.name().map(|name| {
+                    Request::Create(Create { parent, name, caller, permissions, umask, flags, drops_set_id })
+                })
             }
-            op::OPEN => Ok(Request::Open(Open { node, flags: OpenFlags(self.fields.u32()?) })),
-            op::OPENDIR => Ok(Request::OpenDirectory(Open { node, flags: OpenFlags(self.fields.u32()?) })),
+            op::TMPFILE => {
+                // The name that follows means nothing.
+                let (parent, caller) = (node, self.caller());
+                let (flags, permissions, umask, _) = self.created()?;
+                Ok(Request::CreateUnnamed(CreateUnnamed { parent, caller, permissions, umask, flags }))
+            }
+            op::OPEN => Ok(Request::Open(self.open()?)),
+            op::OPENDIR => Ok(Request::OpenDirectory(self.open()?)),
+            op::GETXATTR => {
+                let (size, caller) = (self.fields.u32()?, self.caller());
+                self.xattr_name().map(|name| Request::GetXattr(GetXattr { node, caller, name, size }))
+            }
+            op::SETXATTR => return self.set_xattr(),
+            op::LISTXATTR => {
+                let (size, caller) = (self.fields.u32()?, self.caller());
+                Ok(Request::ListXattrs(ListXattrs { node, caller, size }))
+            }
+            op::REMOVEXATTR => {
+                let caller = self.caller();
+                self.xattr_name().map(|name| Request::RemoveXattr(RemoveXattr { node, caller, name }))
+            }
             op::READ => {
                 let (handle, offset, size) = self.place()?;
                 range(offset, size.into()).map(|()| Request::Read(Read { node, handle, offset, size }))
@@ -588,15 +725,58 @@ impl<'a> Parser<'_, 'a> {
             accessed: time(0, set::ATIME, set::ATIME_NOW),
             modified: time(1, set::MTIME, set::MTIME_NOW),
             changed: has(set::CTIME).then(|| at(2)),
+            drops_set_id: has(set::KILL_SUIDGID),
         })))
     }
 
     fn make_node(mut self) -> Option<Result<Request<'a>, Errno>> {
         let (mode, device, caller) = (self.fields.u32()?, self.fields.u32()?, self.caller());
+        let umask = self.fields.u32()? & PERMISSIONS;
         let Some(kind) = FileKind::of_mode(mode) else { return Some(Err(Errno::INVAL)) };
         let (parent, permissions) = (self.header.node, mode & PERMISSIONS);
         let name = self.name();
-        Some(name.map(|name| Request::MakeNode(MakeNode { parent, name, caller, kind, permissions, device })))
+        Some(name.map(|name| Request::MakeNode(MakeNode { parent, name, caller, kind, permissions, device, umask })))
+    }
+
+    /// How a file is to be made and opened: flags, permissions, umask, and whether its set-id bits go.
+    fn created(&mut self) -> Option<(OpenFlags, u32, u32, bool)> {
+        let flags = OpenFlags(self.fields.u32()?);
+        let (permissions, umask) = (self.fields.u32()? & PERMISSIONS, self.fields.u32()? & PERMISSIONS);
+        Some((flags, permissions, umask, self.fields.u32()? & abi::OPEN_KILL_SUIDGID != 0))
+    }
+
+    fn open(&mut self) -> Option<Open> {
+        let (flags, how) = (OpenFlags(self.fields.u32()?), self.fields.u32()?);
+        Some(Open { node: self.header.node, flags, drops_set_id: how & abi::OPEN_KILL_SUIDGID != 0 })
+    }
+
+    fn set_xattr(mut self) -> Option<Result<Request<'a>, Errno>> {
+        let (size, flags, more) = (self.fields.u32()? as usize, self.fields.u32()?, self.fields.u32()?);
+        let how = match flags {
+            0 => SetXattrHow::Any,
+            XATTR_CREATE => SetXattrHow::Create,
+            XATTR_REPLACE => SetXattrHow::Replace,
+            _ => return Some(Err(Errno::INVAL)),
+        };
+        let (node, caller, drops_set_group_id) =
+            (self.header.node, self.caller(), more & abi::SETXATTR_ACL_KILL_SGID != 0);
+        let name = match self.xattr_name() {
+            Ok(name) => name,
+            Err(errno) => return Some(Err(errno)),
+        };
+        if size > MOST_VALUE_BYTES {
+            return Some(Err(Errno::TOOBIG));
+        }
+        let value = self.payload.bytes(size)?;
+        Some(Ok(Request::SetXattr(SetXattr { node, caller, name, value, how, drops_set_group_id })))
+    }
+
+    /// The name of an extended attribute. It may have any bytes.
+    fn xattr_name(&mut self) -> Result<&'a [u8], Errno> {
+        self.string(MOST_NAME_BYTES).map_err(|errno| match errno {
+            Errno::NAMETOOLONG | Errno::NOENT => Errno::RANGE, // as the kernel says it
+            other => other,
+        })
     }
 
     fn symlink(&mut self) -> Result<Request<'a>, Errno> {
@@ -607,14 +787,16 @@ impl<'a> Parser<'_, 'a> {
     }
 
     fn rename(&mut self, new_parent: u64, flags: u32) -> Result<Request<'a>, Errno> {
-        let how = match flags {
+        let leaves_whiteout = flags & RENAME_WHITEOUT != 0;
+        let how = match flags & !RENAME_WHITEOUT {
             0 => RenameHow::Replace,
             RENAME_NOREPLACE => RenameHow::NoReplace,
-            RENAME_EXCHANGE => RenameHow::Exchange,
+            RENAME_EXCHANGE if !leaves_whiteout => RenameHow::Exchange,
             _ => return Err(Errno::INVAL),
         };
         let (name, new_name) = (self.name()?, self.name()?);
-        Ok(Request::Rename(Rename { parent: self.header.node, name, new_parent, new_name, how }))
+        let (parent, caller) = (self.header.node, self.caller());
+        Ok(Request::Rename(Rename { parent, name, new_parent, new_name, caller, how, leaves_whiteout }))
     }
 
     fn place(&mut self) -> Option<(u64, u64, u32)> {
@@ -666,6 +848,12 @@ const RENAME_NOREPLACE: u32 = 1 << 0;
 
 const RENAME_EXCHANGE: u32 = 1 << 1;
 
+const RENAME_WHITEOUT: u32 = 1 << 2;
+
+const XATTR_CREATE: u32 = 1 << 0;
+
+const XATTR_REPLACE: u32 = 1 << 1;
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -710,14 +898,25 @@ mod tests {
             let with_target = [&name[..], &[0], &target, &[0]].concat();
             let (name, parent) = (&name[..], NODE);
             prop_assert_eq!(parsed(op::LOOKUP, &[], &text), Ok(Request::Lookup(Lookup { parent, name })));
+            let umask = 0o27;
             let make = fields(|f| _ = f.put_u32(0o040_000 | permissions).put_u32(0o22));
-            let asked = MakeDirectory { parent, name, caller: CALLER, permissions };
+            let asked = MakeDirectory { parent, name, caller: CALLER, permissions, umask: 0o22 };
             prop_assert_eq!(parsed(op::MKDIR, &make, &text), Ok(Request::MakeDirectory(asked)));
-            let make = fields(|f| _ = f.put_u32(0o010_000 | permissions).put_u32(mode).put_u64(0));
-            let asked = MakeNode { parent, name, caller: CALLER, kind: FileKind::Pipe, permissions, device: mode };
+            let make = fields(|f| _ = f.put_u32(0o010_000 | permissions).put_u32(mode).put_u64(0o27));
+            let kind = FileKind::Pipe;
+            let asked = MakeNode { parent, name, caller: CALLER, kind, permissions, device: mode, umask };
             prop_assert_eq!(parsed(op::MKNOD, &make, &text), Ok(Request::MakeNode(asked)));
-            let create = fields(|f| _ = f.put_u32(mode).put_u32(0o100_000 | permissions).put_u64(0));
-            let asked = Create { parent, name, caller: CALLER, permissions, flags: OpenFlags(mode) };
+            let drops_set_id = flags == 1;
+            let create = fields(|f| {
+                f.put_u32(mode).put_u32(0o100_000 | permissions).put_u32(0o27).put_u32(flags);
+            });
+            let flags_of_it = OpenFlags(mode);
+            let asked = CreateUnnamed { parent, caller: CALLER, permissions, umask, flags: flags_of_it };
+            prop_assert_eq!(parsed(op::TMPFILE, &create, b"/\0"), Ok(Request::CreateUnnamed(asked)));
+            let open = fields(|f| _ = f.put_u32(mode).put_u32(flags));
+            let asked = Open { node: NODE, flags: flags_of_it, drops_set_id };
+            prop_assert_eq!(parsed(op::OPEN, &open, &[]), Ok(Request::Open(asked)));
+            let asked = Create { parent, name, caller: CALLER, permissions, umask, flags: flags_of_it, drops_set_id };
             prop_assert_eq!(parsed(op::CREATE, &create, &text), Ok(Request::Create(asked)));
             let asked = Link { node: number, parent, name };
             let link = fields(|f| _ = f.put_u64(number));
@@ -725,11 +924,45 @@ mod tests {
             let asked = Symlink { parent, name, target: &target, caller: CALLER };
             prop_assert_eq!(parsed(op::SYMLINK, &[], &with_target), Ok(Request::Symlink(asked)));
             let how = [RenameHow::Replace, RenameHow::NoReplace, RenameHow::Exchange][flags as usize];
-            let asked = Rename { parent, name, new_parent: number, new_name: &other, how };
-            let rename = fields(|f| _ = f.put_u64(number).put_u32(flags).put_u32(0));
+            let leaves_whiteout = mode & 1 != 0 && how != RenameHow::Exchange;
+            let asked = Rename { parent, name, new_parent: number, new_name: &other, caller: CALLER, how, leaves_whiteout };
+            let whiteout = if leaves_whiteout { RENAME_WHITEOUT } else { 0 };
+            let rename = fields(|f| _ = f.put_u64(number).put_u32(flags | whiteout).put_u32(0));
             prop_assert_eq!(parsed(op::RENAME2, &rename, &two), Ok(Request::Rename(asked)));
             let both = fields(|f| _ = f.put_u64(number).put_u64(3));
             prop_assert_eq!(parsed(op::RENAME2, &both, &two), Err(Errno::INVAL), "NOREPLACE and EXCHANGE");
+            let both = fields(|f| _ = f.put_u64(number).put_u64(6));
+            prop_assert_eq!(parsed(op::RENAME2, &both, &two), Err(Errno::INVAL), "EXCHANGE and WHITEOUT");
+        }
+
+        #[test]
+        fn what_is_asked_of_extended_attributes_arrives(
+            name in prop::collection::vec(1..=255_u8, 1..=MOST_NAME_BYTES), value in prop::collection::vec(any::<u8>(), 0..300), size: u32, flags in 0..3_u32, kills: bool
+        ) {
+            let (text, node, caller) = ([&name[..], &[0]].concat(), NODE, CALLER);
+            let (name, asked) = (&name[..], fields(|f| _ = f.put_u32(size).put_u32(0)));
+            let get = GetXattr { node, caller, name, size };
+            prop_assert_eq!(parsed(op::GETXATTR, &asked, &text), Ok(Request::GetXattr(get)));
+            prop_assert_eq!(parsed(op::LISTXATTR, &asked, &[]), Ok(Request::ListXattrs(ListXattrs { node, caller, size })));
+            prop_assert_eq!(parsed(op::REMOVEXATTR, &[], &text), Ok(Request::RemoveXattr(RemoveXattr { node, caller, name })));
+            let set = |length: usize, flags: u32| fields(|f| {
+                f.put_u32(length as u32).put_u32(flags).put_u32(u32::from(kills)).put_u32(0);
+            });
+            let both = [&text[..], &value].concat();
+            let how = [SetXattrHow::Any, SetXattrHow::Create, SetXattrHow::Replace][flags as usize];
+            let asked = SetXattr { node, caller, name, value: &value, how, drops_set_group_id: kills };
+            let cases = [
+                (set(value.len(), flags), Ok(Request::SetXattr(asked))),
+                (set(value.len() + 1, flags), Err(Errno::INVAL)),
+                (set(value.len(), 3), Err(Errno::INVAL)),
+                (set(MOST_VALUE_BYTES + 1, 0), Err(Errno::TOOBIG)),
+            ];
+            for (fields, expected) in &cases {
+                prop_assert_eq!(&parsed(op::SETXATTR, fields, &both), expected);
+            }
+            for name in [&[0][..], &[b'a'; 300]] {
+                prop_assert_eq!(parsed(op::GETXATTR, &[0; 8], name), Err(Errno::RANGE));
+            }
         }
 
         #[test]
@@ -738,7 +971,8 @@ mod tests {
             let node = NODE;
             prop_assert_eq!(parsed(op::READ, &place, &[]), Ok(Request::Read(Read { node, handle, offset, size })));
             let is_from_cache = other & 1 != 0;
-            let written = WriteFields { node, handle, offset, size, is_from_cache, flags: OpenFlags(!other) };
+            let drops_set_id = other & 4 != 0;
+            let written = WriteFields { node, handle, offset, size, is_from_cache, flags: OpenFlags(!other), drops_set_id };
             let data = vec![0; size as usize];
             prop_assert_eq!(parsed(op::WRITE, &place, &data), Ok(Request::Write(written)));
             if size > 0 {
@@ -756,7 +990,7 @@ mod tests {
         /// Each attribute arrives if its flag is set, and no other.
         #[test]
         fn attributes_arrive_as_their_flags_say(
-            valid in 0..0x800_u32, handle: u64, size in 0..1_u64 << 63, seconds: [i64; 3], nanoseconds in prop::array::uniform3(0..1_000_000_000_u32), mode: u32, uid: u32, gid: u32
+            valid in 0..0x1000_u32, handle: u64, size in 0..1_u64 << 63, seconds: [i64; 3], nanoseconds in prop::array::uniform3(0..1_000_000_000_u32), mode: u32, uid: u32, gid: u32
         ) {
             let bytes = fields(|f| {
                 f.put_u32(valid).put_u32(0).put_u64(handle).put_u64(size).put_u64(0);
@@ -775,7 +1009,7 @@ mod tests {
                 permissions: has(0).then_some(mode & 0o7777),
                 uid: has(1).then_some(uid), gid: has(2).then_some(gid), size: has(3).then_some(size),
                 accessed: time(0, 4, 7), modified: time(1, 5, 8), handle: has(6).then_some(handle),
-                changed: has(10).then(|| at(2)),
+                changed: has(10).then(|| at(2)), drops_set_id: has(11),
             };
             prop_assert_eq!(parsed(op::SETATTR, &bytes, &[]), Ok(Request::SetAttributes(expected)));
         }

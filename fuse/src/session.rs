@@ -50,6 +50,9 @@ pub struct SessionOptions {
     pub write_back: bool,
     /// The file system has [`FileSystem::read_directory_plus`].
     pub lists_attributes: bool,
+    /// The file system keeps extended attributes and ACLs, applies the umask, and clears set-id bits and capabilities
+    /// when it is told to. Kernels before Linux 5.13 lack a part of it: there it is not asked for extended attributes.
+    pub xattrs: bool,
     /// Memory in which the payloads of the ring lie, so that others can read and write them there. `None`: memory of
     /// the session's own.
     pub memory: Option<Arc<Memory>>,
@@ -65,6 +68,7 @@ impl Default for SessionOptions {
             most_bytes: MOST_REQUEST_BYTES,
             write_back: false,
             lists_attributes: false,
+            xattrs: false,
             memory: None,
         }
     }
@@ -243,6 +247,7 @@ impl Session {
             write_back: options.write_back && !options.mount.read_only,
             lists_attributes: options.lists_attributes,
             ring: !queues.is_empty(),
+            xattrs: options.xattrs,
         };
         let agreed = offer.agree(&wish)?;
         let answer = agreed.encode();
@@ -272,6 +277,7 @@ impl Session {
         }
         let _ = self.shared.mailboxes.set(queues.iter().map(|queue| Arc::clone(queue.mailbox())).collect());
         let (number, (sender, receiver)) = (queues.len(), channel());
+        let has_xattrs = self.agreed.has_xattrs();
         for mut queue in queues {
             let (sender, first) = (sender.clone(), Arc::clone(&self.shared.first));
             let started = self.spawn("fuse-ring", move |shared| {
@@ -279,7 +285,7 @@ impl Session {
                 let is_registered = registered.is_ok();
                 let _ = sender.send(registered);
                 if is_registered {
-                    queue.serve(first.device().as_fd(), &*shared.file_system);
+                    queue.serve(first.device().as_fd(), &*shared.file_system, has_xattrs);
                 }
                 // A ring may end before the connection does.
                 false
@@ -321,11 +327,12 @@ impl Session {
 
     fn start_threads(&mut self, number: usize) -> Result<(), StartError> {
         let buffers = Buffers::new(buffer_bytes(self.agreed.most_bytes));
+        let has_xattrs = self.agreed.has_xattrs();
         for thread in 0..number {
             let started = self.channel(thread).and_then(|channel| {
                 let buffers = Arc::clone(&buffers);
                 self.spawn("fuse-device", move |shared| {
-                    device::serve(&channel, &*shared.file_system, &buffers);
+                    device::serve(&channel, &*shared.file_system, &buffers, has_xattrs);
                     true
                 })
             });
@@ -553,7 +560,8 @@ fn buffer_bytes(most_bytes: u32) -> usize {
     (most_bytes as usize + HEADS_BYTES).max(LEAST_READ_BYTES)
 }
 
-/// What stands before the bytes of a write, with room for more.
+/// What stands before the bytes of a write, with room for more. A request with the longest extended attribute has to
+/// fit as well.
 const HEADS_BYTES: usize = 4096;
 
 /// How long the kernel may take for its first request. It sends it when it mounts.

@@ -79,6 +79,8 @@ pub(crate) enum Mutant {
     RefusedOnce,
     /// What is written is answered before it has its space.
     AnsweredWithoutSpace,
+    /// An extended attribute of an inode that an image has passed is not written into it.
+    XattrsNotPassedOn,
     /// A file that was removed is read as if it were there as late as the names say.
     RemovedIsThere,
 }

@@ -448,6 +448,7 @@ impl Served {
             size: 0,
             blocks: 0,
             block_bytes: READ_BYTES,
+            device: 0,
             accessed: time,
             modified: time,
             changed: time,

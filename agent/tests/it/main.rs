@@ -61,6 +61,7 @@ mod verdicts;
 mod verify;
 mod versions;
 mod volume;
+mod volume_attributes;
 mod volume_full;
 mod volume_hosts;
 mod volume_killed;

@@ -53,6 +53,16 @@ pub fn fuse() -> Option<()> {
     }
 }
 
+/// Overlays of directories: root, and the kernel's overlay file system.
+pub fn overlay() -> Option<()> {
+    root()?;
+    let known = std::fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    match known.split_whitespace().any(|word| word == "overlay") {
+        true => Some(()),
+        false => skip("needs overlays; load the kernel's module `overlay`"),
+    }
+}
+
 /// File systems of this process by io_uring: the kernel has it, and allows it for as long as the value lives.
 pub fn fuse_ring() -> Option<RingAllowed> {
     fuse()?;

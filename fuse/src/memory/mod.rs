@@ -156,6 +156,9 @@ impl MemoryFileSystem {
     }
 
     fn renamed(&self, asked: Rename<'_>) -> Result<(), Errno> {
+        if asked.leaves_whiteout {
+            return Err(Errno::INVAL);
+        }
         let mut names = self.names_mut();
         let node = *entries(&names, asked.parent)?.get(asked.name).ok_or(Errno::NOENT)?;
         let other = entries(&names, asked.new_parent)?.get(asked.new_name).copied();

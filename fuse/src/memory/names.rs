@@ -39,9 +39,22 @@ pub(super) fn inode(node: u64, kind: FileKind, permissions: u32, caller: Caller,
     };
     let (accessed, modified, changed) = (now(), now(), now());
     let Caller { uid, gid, .. } = caller;
-    let (blocks, block_bytes) = (0, 4096);
-    let attributes =
-        Attributes { node, kind, permissions, links, uid, gid, size, blocks, block_bytes, accessed, modified, changed };
+    let (blocks, block_bytes, device) = (0, 4096, 0);
+    let attributes = Attributes {
+        node,
+        kind,
+        permissions,
+        links,
+        uid,
+        gid,
+        size,
+        blocks,
+        block_bytes,
+        device,
+        accessed,
+        modified,
+        changed,
+    };
     Inode { attributes, lookups: 0, body }
 }
 

@@ -36,7 +36,7 @@ use crate::abi::{InHeader, LEAST_READ_BYTES, op};
 use crate::answer::{Asked, Buffers, LaterReplier, Replier, Sink, WRONG_LENGTH};
 use crate::file_system::{self, FileSystem};
 use crate::negotiation::page_bytes;
-use crate::request::{MOST_NAME_BYTES, MOST_TARGET_BYTES, parse, parse_write};
+use crate::request::{MOST_NAME_BYTES, MOST_TARGET_BYTES, MOST_VALUE_BYTES, is_of_xattrs, parse, parse_write};
 use slot::{Completion, Room, Slot};
 use uring::Uring;
 
@@ -114,8 +114,10 @@ pub(crate) struct Queue {
     /// What each slot's answer is committed by, while its request is not answered.
     under_way: Vec<Option<u64>>,
     mailbox: Arc<Mailbox>,
-    /// The payload of a request that is not a write: names.
+    /// The payload of a request that is not a write: names, and values of extended attributes.
     names: Vec<u8>,
+    /// Extended attributes are agreed.
+    has_xattrs: bool,
     /// Completions that came while it was registered.
     early: Vec<Completion>,
     /// For long writes that a file system keeps.
@@ -125,8 +127,10 @@ pub(crate) struct Queue {
 /// The number of the poll for news. Slots have the numbers from 0 on.
 const NEWS: u64 = u64::MAX;
 
-/// Names and targets that one request has at most.
-const MOST_TEXT_BYTES: usize = MOST_TARGET_BYTES + 2 * (MOST_NAME_BYTES + 1);
+/// Bytes of names, targets and values that one request has at most.
+const MOST_TEXT_BYTES: usize = MOST_VALUE_BYTES + MOST_NAME_BYTES + 1;
+
+const _: () = assert!(MOST_TARGET_BYTES + MOST_NAME_BYTES < MOST_TEXT_BYTES);
 
 impl Queue {
     /// A queue with a slot for each room.
@@ -134,8 +138,8 @@ impl Queue {
         let entries = (rooms.len() as u32 + 1).next_power_of_two();
         let slots: Vec<Slot> = rooms.into_iter().enumerate().map(|(index, room)| Slot::new(index, room)).collect();
         let (uring, mailbox) = (Uring::new(entries)?, Arc::new(Mailbox::new()?));
-        let (under_way, names) = (vec![None; slots.len()], Vec::with_capacity(MOST_TEXT_BYTES));
-        Ok(Queue { number, uring, slots, under_way, mailbox, names, early: Vec::new(), buffers })
+        let (under_way, names) = (vec![None; slots.len()], Vec::new());
+        Ok(Queue { number, uring, slots, under_way, mailbox, names, has_xattrs: false, early: Vec::new(), buffers })
     }
 
     pub(crate) fn mailbox(&self) -> &Arc<Mailbox> {
@@ -167,7 +171,8 @@ impl Queue {
     }
 
     /// Serves requests until the connection is over.
-    pub(crate) fn serve(&mut self, device: BorrowedFd<'_>, file_system: &dyn FileSystem) {
+    pub(crate) fn serve(&mut self, device: BorrowedFd<'_>, file_system: &dyn FileSystem, has_xattrs: bool) {
+        self.has_xattrs = has_xattrs;
         let mut goes_on = true;
         for completion in std::mem::take(&mut self.early) {
             goes_on &= self.complete(&completion, device, file_system);
@@ -248,7 +253,10 @@ impl Queue {
         } else {
             self.names.resize(length.min(MOST_TEXT_BYTES), 0);
             body.copy_out(&mut self.names);
-            let parsed = parse(&header, head.operation(), &self.names);
+            let parsed = match self.has_xattrs || !is_of_xattrs(header.opcode) {
+                true => parse(&header, head.operation(), &self.names),
+                false => Err(Errno::NOSYS),
+            };
             let mut replier = RingReplier { mailbox, index, slot: Some(slot), given: None };
             file_system::request(file_system, &header, parsed, &mut replier);
             replier.given

@@ -97,18 +97,18 @@ impl FileSystem for Elsewhere {
 
     fn make_node(&self, asked: MakeNode<'_>, answer: Answer<'_, Entry>) {
         let (later, name) = (answer.later(), asked.name.to_vec());
-        let MakeNode { parent, caller, kind, permissions, device, .. } = asked;
+        let MakeNode { parent, caller, kind, permissions, device, umask, .. } = asked;
         self.send(move |inner| {
-            let asked = MakeNode { parent, name: &name, caller, kind, permissions, device };
+            let asked = MakeNode { parent, name: &name, caller, kind, permissions, device, umask };
             later.answer_by(|answer| inner.make_node(asked, answer));
         });
     }
 
     fn make_directory(&self, asked: MakeDirectory<'_>, answer: Answer<'_, Entry>) {
         let (later, name) = (answer.later(), asked.name.to_vec());
-        let MakeDirectory { parent, caller, permissions, .. } = asked;
+        let MakeDirectory { parent, caller, permissions, umask, .. } = asked;
         self.send(move |inner| {
-            let asked = MakeDirectory { parent, name: &name, caller, permissions };
+            let asked = MakeDirectory { parent, name: &name, caller, permissions, umask };
             later.answer_by(|answer| inner.make_directory(asked, answer));
         });
     }
@@ -127,9 +127,9 @@ impl FileSystem for Elsewhere {
 
     fn rename(&self, asked: Rename<'_>, answer: Answer<'_, Done>) {
         let (later, name, new_name) = (answer.later(), asked.name.to_vec(), asked.new_name.to_vec());
-        let Rename { parent, new_parent, how, .. } = asked;
+        let Rename { parent, new_parent, caller, how, leaves_whiteout, .. } = asked;
         self.send(move |inner| {
-            let asked = Rename { parent, name: &name, new_parent, new_name: &new_name, how };
+            let asked = Rename { parent, name: &name, new_parent, new_name: &new_name, caller, how, leaves_whiteout };
             later.answer_by(|answer| inner.rename(asked, answer));
         });
     }
@@ -141,19 +141,20 @@ impl FileSystem for Elsewhere {
 
     fn create(&self, asked: Create<'_>, answer: Answer<'_, Created>) {
         let (later, name) = (answer.later(), asked.name.to_vec());
-        let Create { parent, caller, permissions, flags, .. } = asked;
+        let Create { parent, caller, permissions, umask, flags, drops_set_id, .. } = asked;
         self.send(move |inner| {
-            let asked = Create { parent, name: &name, caller, permissions, flags };
+            let asked = Create { parent, name: &name, caller, permissions, umask, flags, drops_set_id };
             later.answer_by(|answer| inner.create(asked, answer));
         });
     }
 
     fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
-        let Write { node, handle, offset, data, is_from_cache, flags } = asked;
+        let Write { node, handle, offset, data, is_from_cache, flags, drops_set_id } = asked;
         let (later, data, delay) = (answer.later(), data.into_bytes(), self.delay);
         self.send(move |inner| {
             std::thread::sleep(delay);
-            let asked = Write { node, handle, offset, data: Payload::borrowed(&data), is_from_cache, flags };
+            let asked =
+                Write { node, handle, offset, data: Payload::borrowed(&data), is_from_cache, flags, drops_set_id };
             later.answer_by(|answer| inner.write(asked, answer));
         });
     }

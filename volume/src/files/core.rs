@@ -515,6 +515,7 @@ impl Core {
         let end = offset + data.len() as u64;
         let blocks = blocks_of(&(offset..end));
         let new = state.names.allocate(ino, clusters_of(&blocks))?;
+        state.names.drop_capabilities(ino)?;
         state.names.written(ino, end, now())?;
         self.clear(uncovered(state.names.head().geometry, &new, &blocks));
         let whole = known.around(offset, data);
@@ -685,6 +686,7 @@ fn plan_resize(state: &mut State, ino: u64, size: u64, set: SetAttributes, known
         last = live.last.clone();
     }
     state.names.resize(ino, size, now())?;
+    state.names.drop_capabilities(ino)?;
     if set != SetAttributes::default() {
         state.names.set(ino, set, now())?;
     }
@@ -699,6 +701,7 @@ fn plan_punch(state: &mut State, ino: u64, range: std::ops::Range<u64>, known: &
     let last = clear_part(state, ino, range.clone(), known, &mut write)?;
     state.names.unmap(ino, range.start.div_ceil(CLUSTER_BYTES)..range.end / CLUSTER_BYTES)?;
     state.names.written(ino, 0, now())?;
+    state.names.drop_capabilities(ino)?;
     state.names.settle(ino)?;
     Ok((write, last))
 }

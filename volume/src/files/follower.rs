@@ -238,6 +238,22 @@ impl Follower {
         Ok(self.names().view.target(ino)?.to_vec())
     }
 
+    /// The value of an extended attribute.
+    ///
+    /// # Errors
+    /// [`FilesError`].
+    pub fn getxattr(&self, ino: u64, name: &[u8]) -> Result<Vec<u8>, FilesError> {
+        Ok(self.names().view.xattr(ino, name)?.to_vec())
+    }
+
+    /// The names of all extended attributes, as [`super::Files::listxattr`] has them.
+    ///
+    /// # Errors
+    /// [`FilesError`].
+    pub fn listxattr(&self, ino: u64, with_trusted: bool) -> Result<Vec<u8>, FilesError> {
+        Ok(super::list_of(self.names().view.xattrs(ino)?, with_trusted))
+    }
+
     /// Entries of a directory behind the position `after`, until `each` says `false`.
     ///
     /// # Errors

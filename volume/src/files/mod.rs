@@ -39,7 +39,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::names::layout::CLUSTER_BYTES;
-use crate::names::{Attr, Listed, MOST_ALLOCATED, NamesError, New, Rename, SetAttributes, Usage};
+use crate::names::{self, Attr, Listed, MOST_ALLOCATED, NamesError, New, Rename, SetAttributes, SetXattr, Usage};
 use core::{Core, check_end};
 pub use disk::{Disk, DiskDone};
 pub use error::FilesError;
@@ -143,6 +143,34 @@ impl Files {
         Ok(self.core.state().names.target(ino)?.to_vec())
     }
 
+    /// The value of an extended attribute.
+    ///
+    /// # Errors
+    /// [`FilesError`].
+    pub fn getxattr(&self, ino: u64, name: &[u8]) -> Result<Vec<u8>, FilesError> {
+        Ok(self.core.state().names.xattr(ino, name)?.to_vec())
+    }
+
+    /// The names of all extended attributes, each with a zero behind it; those of `trusted` only if that is wanted.
+    ///
+    /// # Errors
+    /// [`FilesError`].
+    pub fn listxattr(&self, ino: u64, with_trusted: bool) -> Result<Vec<u8>, FilesError> {
+        Ok(list_of(self.core.state().names.xattrs(ino)?, with_trusted))
+    }
+
+    /// Sets an extended attribute.
+    pub fn setxattr(&self, ino: u64, set: SetXattr, done: impl FnOnce(Result<(), FilesError>) + Send + 'static) {
+        let caller = self.core.caller(CHANGE_BYTES, done);
+        self.core.change(caller, |names, now| Ok(names.set_xattr(ino, set, now)?));
+    }
+
+    /// Removes an extended attribute.
+    pub fn removexattr(&self, ino: u64, name: &[u8], done: impl FnOnce(Result<(), FilesError>) + Send + 'static) {
+        let caller = self.core.caller(CHANGE_BYTES, done);
+        self.core.change(caller, |names, now| Ok(names.remove_xattr(ino, name, now)?));
+    }
+
     /// Entries of a directory behind the position `after`, until `each` says `false`: `.` and `..` first, at 1 and 2.
     ///
     /// # Errors
@@ -195,6 +223,18 @@ impl Files {
         });
     }
 
+    /// Makes a file without a name, which is held once.
+    pub fn create_unnamed(
+        &self,
+        parent: u64,
+        new: New,
+        is_linkable: bool,
+        done: impl FnOnce(Result<Attr, FilesError>) + Send + 'static,
+    ) {
+        let caller = self.core.caller(CHANGE_BYTES, done);
+        self.core.change(caller, |names, now| Ok(names.create_unnamed(parent, new, is_linkable, now)?));
+    }
+
     /// Makes another name for an inode.
     pub fn link(
         &self,
@@ -229,6 +269,21 @@ impl Files {
     ) {
         let caller = self.core.caller(CHANGE_BYTES, done);
         self.core.change(caller, |names, now| Ok(names.rename((parent, name), (to, to_name), how, now)?));
+    }
+
+    /// Renames an entry, and leaves a whiteout of this owner and group where it was.
+    pub fn rename_to_whiteout(
+        &self,
+        (parent, name): (u64, &[u8]),
+        (to, to_name): (u64, &[u8]),
+        how: Rename,
+        owner: (u32, u32),
+        done: impl FnOnce(Result<(), FilesError>) + Send + 'static,
+    ) {
+        let caller = self.core.caller(CHANGE_BYTES, done);
+        self.core.change(caller, |names, now| {
+            Ok(names.rename_to_whiteout((parent, name), (to, to_name), how, owner, now)?)
+        });
     }
 
     /// Sets attributes, and the size if there is one. What they are then is asked with [`Files::getattr`].
@@ -440,6 +495,12 @@ impl Files {
         let state = self.core.state();
         self.core.check_space().ok().and_then(|()| state.names.unsettled())
     }
+}
+
+/// Names of extended attributes, each with a zero behind it.
+fn list_of<'a>(names: impl Iterator<Item = &'a [u8]>, with_trusted: bool) -> Vec<u8> {
+    let shown = names.filter(|name| with_trusted || !name.starts_with(names::TRUSTED));
+    shown.flat_map(|name| name.iter().copied().chain([0])).collect()
 }
 
 impl Drop for Files {

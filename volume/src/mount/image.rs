@@ -61,6 +61,7 @@ impl ServedImage {
             size,
             blocks: size / 512,
             block_bytes: BLOCK_BYTES as u32,
+            device: 0,
             accessed: time,
             modified: time,
             changed: time,

@@ -30,11 +30,12 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_fuse::reply::{
     Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened,
-    Position, Reply, Statistics, Target, Timestamp, Written,
+    Position, Reply, Statistics, Target, Timestamp, Written, Xattr,
 };
 use remora_fuse::request::{
-    Allocate, Close, Create, Fsync, GetAttributes, Link, Lookup, MakeDirectory, MakeNode, NewTime, Open, OpenFlags,
-    Read, ReadDirectory, Remove, Rename, RenameHow, Seek, SetAttributes, Symlink, Write,
+    Allocate, Caller, Close, Create, CreateUnnamed, Fsync, GetAttributes, GetXattr, Link, ListXattrs, Lookup,
+    MakeDirectory, MakeNode, NewTime, Open, OpenFlags, Read, ReadDirectory, Remove, RemoveXattr, Rename, RenameHow,
+    Seek, SetAttributes, SetXattr, SetXattrHow, Symlink, Write,
 };
 use remora_fuse::{
     Answer, EndError, Errno, FileSystem, MountOptions, Notifier, Session, SessionOptions, StartError, Transport,
@@ -71,7 +72,7 @@ impl MountedFiles {
         let (uses, waits) = (Uses::new(stale), Waits::new().map_err(MountError::Thread)?);
         let served = Arc::new(Served { files: Arc::downgrade(&files), answers_ahead: ahead > 0, uses, waits });
         let known = Arc::downgrade(&files);
-        let options = SessionOptions { lists_attributes: true, write_back: false, ..options.clone() };
+        let options = SessionOptions { lists_attributes: true, write_back: false, xattrs: true, ..options.clone() };
         let mut mounted = Mounted { session: None, contents: Some(files), forgetting: None };
         let session = mounted.session.insert(Session::start(directory, served, &options)?);
         let notifier = session.notifier();
@@ -169,6 +170,33 @@ impl Served {
         Opened { without_flush: !(self.answers_ahead && flags.writes()), ..OPENED }
     }
 
+    /// What is told of a file that was made or found, and is held and open.
+    fn created(
+        &self,
+        flags: OpenFlags,
+        waiter: Waiter<Created>,
+    ) -> impl FnOnce(Result<Attr, FilesError>) + Send + 'static + use<> {
+        let (how, uses) = (self.opened(flags), self.uses.clone());
+        move |held: Result<Attr, FilesError>| {
+            let opened = held.as_ref().ok().map(|attr| attr.ino);
+            opened.into_iter().for_each(|ino| uses.opened(ino));
+            if !say(waiter, held.map(|attr| Created { entry: entry(&attr, VALID), opened: how })) {
+                opened.into_iter().for_each(|ino| uses.is_stale(Stale::Unopened(ino)));
+            }
+        }
+    }
+
+    /// Before a write of a process that may not leave the set-id bits of the file. The kernel asks for the attributes
+    /// again.
+    fn drop_set_id(&self, node: u64) {
+        let Ok(files) = self.files() else { return };
+        if has_set_id(&files, node) {
+            let set = names::SetAttributes { drops_set_id: true, ..names::SetAttributes::default() };
+            files.setattr(node, None, set, |_| {}); // the write is told what fails
+            self.uses.is_stale(Stale::Attributes(node));
+        }
+    }
+
     fn make(&self, (parent, name): (u64, &[u8]), new: New, answer: Answer<'_, Entry>) {
         self.later(answer, [Stale::Attributes(parent)], |files, waiter| {
             files.create(parent, name, new, true, self.known(waiter));
@@ -245,6 +273,7 @@ impl FileSystem for Served {
             gid: asked.gid,
             accessed: asked.accessed.map(time_to_set),
             modified: asked.modified.map(time_to_set),
+            drops_set_id: asked.drops_set_id,
         };
         self.later(answer, NOTHING, |files, waiter| {
             let tell = |result: Result<Attr, FilesError>| _ = say(waiter, result.map(|attr| known(&attr, VALID)));
@@ -258,7 +287,7 @@ impl FileSystem for Served {
 
     fn symlink(&self, asked: Symlink<'_>, answer: Answer<'_, Entry>) {
         let kind = NewKind::Symlink(asked.target.to_vec());
-        let new = New { kind, mode: 0o777, uid: asked.caller.uid, gid: asked.caller.gid };
+        let new = new(kind, asked.caller, (0o777, 0));
         self.make((asked.parent, asked.name), new, answer);
     }
 
@@ -267,15 +296,17 @@ impl FileSystem for Served {
             FileKind::File => NewKind::File,
             FileKind::Pipe => NewKind::Fifo,
             FileKind::Socket => NewKind::Socket,
-            _ => return answer.fail(Errno::PERM), // devices are of one host
+            FileKind::CharacterDevice => NewKind::CharacterDevice(asked.device),
+            FileKind::BlockDevice => NewKind::BlockDevice(asked.device),
+            FileKind::Directory | FileKind::Symlink => return answer.fail(Errno::INVAL),
         };
-        let new = New { kind, mode: mode(asked.permissions), uid: asked.caller.uid, gid: asked.caller.gid };
+        let new = new(kind, asked.caller, (asked.permissions, asked.umask));
         self.make((asked.parent, asked.name), new, answer);
     }
 
     fn make_directory(&self, asked: MakeDirectory<'_>, answer: Answer<'_, Entry>) {
-        let MakeDirectory { parent, name, caller, permissions } = asked;
-        let new = New { kind: NewKind::Directory, mode: mode(permissions), uid: caller.uid, gid: caller.gid };
+        let MakeDirectory { parent, name, caller, permissions, umask } = asked;
+        let new = new(NewKind::Directory, caller, (permissions, umask));
         self.make((parent, name), new, answer);
     }
 
@@ -297,7 +328,11 @@ impl FileSystem for Served {
         };
         let (from, to) = ((asked.parent, asked.name), (asked.new_parent, asked.new_name));
         let unknown = [Stale::Attributes(asked.parent), Stale::Attributes(asked.new_parent)];
-        self.change(answer, unknown, |files, done| files.rename(from, to, how, done));
+        let owner = (asked.caller.uid, asked.caller.gid);
+        self.change(answer, unknown, |files, done| match asked.leaves_whiteout {
+            true => files.rename_to_whiteout(from, to, how, owner, done),
+            false => files.rename(from, to, how, done),
+        });
     }
 
     fn link(&self, asked: Link<'_>, answer: Answer<'_, Entry>) {
@@ -309,17 +344,10 @@ impl FileSystem for Served {
     }
 
     fn create(&self, asked: Create<'_>, answer: Answer<'_, Created>) {
-        let Create { parent, name, caller, permissions, flags } = asked;
-        let new = New { kind: NewKind::File, mode: mode(permissions), uid: caller.uid, gid: caller.gid };
-        let (how, uses) = (self.opened(flags), self.uses.clone());
+        let Create { parent, name, caller, permissions, umask, flags, drops_set_id } = asked;
+        let new = new(NewKind::File, caller, (permissions, umask));
         self.later(answer, [Stale::Attributes(parent)], |files, waiter| {
-            let tell = move |held: Result<Attr, FilesError>| {
-                let opened = held.as_ref().ok().map(|attr| attr.ino);
-                opened.into_iter().for_each(|ino| uses.opened(ino));
-                if !say(waiter, held.map(|attr| Created { entry: entry(&attr, VALID), opened: how })) {
-                    opened.into_iter().for_each(|ino| uses.is_stale(Stale::Unopened(ino)));
-                }
-            };
+            let tell = self.created(flags, waiter);
             // The kernel has looked before. Another name can have come since then only by this kernel itself.
             match files.lookup(parent, name).and_then(|found| files.hold(found.ino)) {
                 Ok(found) if flags.is_exclusive() => {
@@ -327,11 +355,20 @@ impl FileSystem for Served {
                     tell(Err(names::NamesError::Exists.into()));
                 }
                 Ok(found) if flags.truncates() => {
-                    self.set(files, (found.ino, Some(0)), names::SetAttributes::default(), tell);
+                    let set = names::SetAttributes { drops_set_id, ..names::SetAttributes::default() };
+                    self.set(files, (found.ino, Some(0)), set, tell);
                 }
                 Ok(found) => tell(Ok(found)),
                 Err(_) => files.create(parent, name, new, true, tell),
             }
+        });
+    }
+
+    fn create_unnamed(&self, asked: CreateUnnamed, answer: Answer<'_, Created>) {
+        let CreateUnnamed { parent, caller, permissions, umask, flags } = asked;
+        let new = new(NewKind::File, caller, (permissions, umask));
+        self.later(answer, NOTHING, |files, waiter| {
+            files.create_unnamed(parent, new, !flags.is_exclusive(), self.created(flags, waiter));
         });
     }
 
@@ -351,7 +388,12 @@ impl FileSystem for Served {
                     uses.closed(asked.node);
                 }
             };
-            self.set(files, (asked.node, Some(0)), names::SetAttributes::default(), tell);
+            let set = names::SetAttributes { drops_set_id: asked.drops_set_id, ..names::SetAttributes::default() };
+            let has_lost = asked.drops_set_id && has_set_id(files, asked.node);
+            self.set(files, (asked.node, Some(0)), set, tell);
+            if has_lost {
+                self.uses.is_stale(Stale::Attributes(asked.node));
+            }
         });
     }
 
@@ -375,7 +417,10 @@ impl FileSystem for Served {
     }
 
     fn write(&self, asked: Write<'_>, answer: Answer<'_, Written>) {
-        let Write { node, offset, data, is_from_cache, flags, .. } = asked;
+        let Write { node, offset, data, is_from_cache, flags, drops_set_id, .. } = asked;
+        if drops_set_id {
+            self.drop_set_id(node);
+        }
         let waits = !self.answers_ahead || flags.is_direct() || flags.is_synchronous();
         let data = data.into_bytes();
         let written = Written(u32::try_from(data.len()).unwrap_or(u32::MAX));
@@ -495,6 +540,36 @@ impl FileSystem for Served {
             found.map(Position).ok_or(Errno::NXIO)
         });
         answer.result(found);
+    }
+
+    fn get_xattr(&self, asked: GetXattr<'_>, answer: Answer<'_, Xattr>) {
+        let found = self.files().and_then(|files| files.getxattr(asked.node, asked.name).map_err(|e| e.errno()));
+        answer.result(found.and_then(|value| Xattr::of(&value, asked.size)));
+    }
+
+    fn set_xattr(&self, asked: SetXattr<'_>, answer: Answer<'_, Done>) {
+        let set = names::SetXattr {
+            name: asked.name.into(),
+            value: asked.value.into(),
+            how: match asked.how {
+                SetXattrHow::Any => names::SetXattrHow::Any,
+                SetXattrHow::Create => names::SetXattrHow::Create,
+                SetXattrHow::Replace => names::SetXattrHow::Replace,
+            },
+            drops_set_group_id: asked.drops_set_group_id,
+        };
+        self.change(answer, [Stale::Attributes(asked.node)], |files, done| files.setxattr(asked.node, set, done));
+    }
+
+    fn list_xattrs(&self, asked: ListXattrs, answer: Answer<'_, Xattr>) {
+        let is_root = asked.caller.uid == 0;
+        let found = self.files().and_then(|files| files.listxattr(asked.node, is_root).map_err(|e| e.errno()));
+        answer.result(found.and_then(|list| Xattr::of(&list, asked.size)));
+    }
+
+    fn remove_xattr(&self, asked: RemoveXattr<'_>, answer: Answer<'_, Done>) {
+        let unknown = [Stale::Attributes(asked.node)];
+        self.change(answer, unknown, |files, done| files.removexattr(asked.node, asked.name, done));
     }
 
     fn interrupt(&self, _: u64) {
@@ -789,6 +864,7 @@ fn attributes(attr: &Attr) -> Attributes {
         size: attr.size,
         blocks: attr.blocks,
         block_bytes: BLOCK_BYTES as u32,
+        device: attr.device,
         accessed: timestamp(accessed),
         modified: timestamp(modified),
         changed: timestamp(changed),
@@ -803,7 +879,21 @@ fn file_kind(kind: Kind) -> FileKind {
         Kind::Symlink => FileKind::Symlink,
         Kind::Fifo => FileKind::Pipe,
         Kind::Socket => FileKind::Socket,
+        Kind::CharacterDevice => FileKind::CharacterDevice,
+        Kind::BlockDevice => FileKind::BlockDevice,
     }
+}
+
+fn has_set_id(files: &Files, node: u64) -> bool {
+    files.getattr(node).is_ok_and(|attr| attr.attributes.mode & SET_ID != 0)
+}
+
+/// The bits for set-user-id and set-group-id.
+const SET_ID: u16 = 0o6000;
+
+/// What a process makes, with these permissions and this umask.
+fn new(kind: NewKind, caller: Caller, (permissions, umask): (u32, u32)) -> New {
+    New { kind, mode: mode(permissions), uid: caller.uid, gid: caller.gid, umask: mode(umask) }
 }
 
 /// Permissions, with the bits for set-user-id, set-group-id and sticky.

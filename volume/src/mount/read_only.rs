@@ -10,8 +10,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use remora_fuse::reply::{Data, DirectoryEntry, Entry, KnownAttributes, Listing, Opened, Reply, Statistics, Target};
-use remora_fuse::request::{GetAttributes, Lookup, Open, Read, ReadDirectory};
+use remora_fuse::reply::{
+    Data, DirectoryEntry, Entry, KnownAttributes, Listing, Opened, Reply, Statistics, Target, Xattr,
+};
+use remora_fuse::request::{GetAttributes, GetXattr, ListXattrs, Lookup, Open, Read, ReadDirectory};
 use remora_fuse::{Answer, EndError, FileSystem, Session, SessionOptions, Transport};
 
 use super::{AtEnd, MountError, entry, file_kind, known, statistics};
@@ -44,7 +46,8 @@ impl FollowedFiles {
         let watched = Arc::clone(&followed);
         let watch = std::thread::Builder::new().name("volume-follower".into()).spawn(move || watched.watch());
         let mut files = FollowedFiles { session: None, watch: Some(watch.map_err(MountError::Thread)?), followed };
-        let session = Session::start(directory, Arc::clone(&files.followed) as Arc<dyn FileSystem>, options)?;
+        let options = SessionOptions { xattrs: true, ..options.clone() };
+        let session = Session::start(directory, Arc::clone(&files.followed) as Arc<dyn FileSystem>, &options)?;
         files.session = Some(session);
         Ok(files)
     }
@@ -149,6 +152,16 @@ impl FileSystem for Followed {
 
     fn read_link(&self, node: u64, answer: Answer<'_, Target>) {
         self.answer(answer, |follower| Ok(Target(follower.readlink(node)?.into())));
+    }
+
+    fn get_xattr(&self, asked: GetXattr<'_>, answer: Answer<'_, Xattr>) {
+        let found = self.follower.getxattr(asked.node, asked.name).map_err(|error| error.errno());
+        answer.result(found.and_then(|value| Xattr::of(&value, asked.size)));
+    }
+
+    fn list_xattrs(&self, asked: ListXattrs, answer: Answer<'_, Xattr>) {
+        let found = self.follower.listxattr(asked.node, asked.caller.uid == 0).map_err(|error| error.errno());
+        answer.result(found.and_then(|list| Xattr::of(&list, asked.size)));
     }
 
     /// If the name stands for another file now, the kernel asks for it again.

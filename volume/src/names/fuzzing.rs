@@ -192,7 +192,7 @@ mod tests {
                 }
             }
         }
-        assert_eq!(kinds, (1..=9).collect());
+        assert_eq!(kinds, (1..=11).collect());
     }
 
     proptest! {

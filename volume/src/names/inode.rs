@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hasher};
 
 use super::clusters::Runs;
+use super::xattrs::Xattrs;
 
 // A file, a directory or a link as it is in memory.
 
@@ -13,7 +14,7 @@ pub const MOST_TARGET_BYTES: usize = 4095;
 /// The most names of an inode: as on ext4, and no program counts further.
 pub const MOST_LINKS: u32 = 65_000;
 
-/// What an inode is. Devices are not offered.
+/// What an inode is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A file.
@@ -26,6 +27,11 @@ pub enum Kind {
     Fifo,
     /// The name of a Unix socket.
     Socket,
+    /// A device, which the kernel of each host has for itself. Of number 0 it is a whiteout: it says in a layer of an
+    /// overlay that a name is not there.
+    CharacterDevice,
+    /// A device, which the kernel of each host has for itself.
+    BlockDevice,
 }
 
 impl Kind {
@@ -37,12 +43,19 @@ impl Kind {
             Kind::File => 0o10,
             Kind::Symlink => 0o12,
             Kind::Socket => 0o14,
+            Kind::CharacterDevice => 0o2,
+            Kind::BlockDevice => 0o6,
         }
     }
 
     pub(super) fn of_code(code: u8) -> Option<Kind> {
         let kinds = [Kind::File, Kind::Directory, Kind::Symlink, Kind::Fifo, Kind::Socket];
-        kinds.into_iter().find(|kind| kind.code() == code)
+        let devices = [Kind::CharacterDevice, Kind::BlockDevice];
+        kinds.into_iter().chain(devices).find(|kind| kind.code() == code)
+    }
+
+    pub(super) fn is_device(self) -> bool {
+        matches!(self, Kind::CharacterDevice | Kind::BlockDevice)
     }
 
     /// Its bits of `st_mode`.
@@ -86,6 +99,8 @@ pub struct Attr {
     pub size: u64,
     /// Blocks of 512 bytes that it takes.
     pub blocks: u64,
+    /// The number of a device; otherwise 0.
+    pub device: u32,
     /// The rest.
     pub attributes: Attributes,
 }
@@ -98,6 +113,8 @@ pub(crate) struct Inode {
     pub(super) names: u32,
     /// How often it is held. While it is, it stays without a name.
     pub(super) holds: u32,
+    /// `None`: it has none.
+    pub(super) xattrs: Option<Box<Xattrs>>,
     pub(super) body: Body,
 }
 
@@ -106,18 +123,18 @@ pub(crate) enum Body {
     File { size: u64, runs: Runs },
     Directory(Directory),
     Symlink(Box<[u8]>),
-    Other(Kind),
+    Other { kind: Kind, device: u32 },
 }
 
 impl Inode {
-    pub(super) fn new(kind: Kind, attributes: Attributes, target: Box<[u8]>) -> Inode {
+    pub(super) fn new(kind: Kind, attributes: Attributes, device: u32, target: Box<[u8]>) -> Inode {
         let body = match kind {
             Kind::File => Body::File { size: 0, runs: Runs::None },
             Kind::Directory => Body::Directory(Directory::default()),
             Kind::Symlink => Body::Symlink(target),
-            Kind::Fifo | Kind::Socket => Body::Other(kind),
+            Kind::Fifo | Kind::Socket | Kind::CharacterDevice | Kind::BlockDevice => Body::Other { kind, device },
         };
-        Inode { attributes, names: 0, holds: 0, body }
+        Inode { attributes, names: 0, holds: 0, xattrs: None, body }
     }
 
     pub(super) fn kind(&self) -> Kind {
@@ -125,8 +142,25 @@ impl Inode {
             Body::File { .. } => Kind::File,
             Body::Directory(_) => Kind::Directory,
             Body::Symlink(_) => Kind::Symlink,
-            Body::Other(kind) => *kind,
+            Body::Other { kind, .. } => *kind,
         }
+    }
+
+    /// The number of a device; otherwise 0.
+    pub(super) fn device(&self) -> u32 {
+        match self.body {
+            Body::Other { device, .. } => device,
+            _ => 0,
+        }
+    }
+
+    /// The value of an extended attribute.
+    pub(super) fn xattr(&self, name: &[u8]) -> Option<&[u8]> {
+        self.xattrs.as_ref()?.get(name)
+    }
+
+    pub(super) fn xattrs(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+        self.xattrs.iter().flat_map(|xattrs| xattrs.iter())
     }
 
     pub(super) fn attr(&self, ino: u64) -> Attr {
@@ -135,10 +169,10 @@ impl Inode {
             Body::Directory(directory) if self.names > 0 => (2 + directory.directories(), 0, 0),
             Body::Directory(_) => (0, 0, 0),
             Body::Symlink(target) => (self.names, target.len() as u64, 0),
-            Body::Other(_) => (self.names, 0, 0),
+            Body::Other { .. } => (self.names, 0, 0),
         };
         let blocks = clusters * (super::layout::CLUSTER_BYTES / 512);
-        Attr { ino, kind: self.kind(), links, size, blocks, attributes: self.attributes }
+        Attr { ino, kind: self.kind(), links, size, blocks, device: self.device(), attributes: self.attributes }
     }
 }
 

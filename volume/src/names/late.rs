@@ -91,7 +91,7 @@ mod tests {
 
     fn file(runs: &[(u32, u32)]) -> Box<Inode> {
         let attributes = Attributes { mode: 0o600, uid: 0, gid: 0, accessed: 0, modified: 0, changed: 0 };
-        let mut inode = Inode::new(super::super::Kind::File, attributes, Box::default());
+        let mut inode = Inode::new(super::super::Kind::File, attributes, 0, Box::default());
         let mut all = Runs::None;
         for (first, (at, count)) in (0..).step_by(100).zip(runs) {
             assert!(all.add(Run { first, at: *at, count: *count }));

@@ -5,6 +5,7 @@ use remora_fabric::memory::crc::{crc32c, crc32c_append};
 use super::clusters::Run;
 use super::inode::{Attributes, Kind, MOST_TARGET_BYTES};
 use super::layout::{Area, Geometry, Head};
+use super::xattrs::{MOST_XATTR_BYTES, is_xattr_name};
 use crate::shape::BLOCK_BYTES;
 
 /// Blocks to be written.
@@ -244,6 +245,9 @@ const ATTRIBUTES_BYTES: usize = 2 + 4 + 4 + 8 + 8 + 8;
 
 const _: () = assert!(MOST_RECORD_BYTES + 1024 <= MOST_FRAME_BYTES); // a link's target, and its name in a directory
 
+// A new directory with all extended attributes that it can have, and its name.
+const _: () = assert!(FRAME_HEAD_BYTES + 48 + 281 + MOST_XATTR_BYTES + 2 * 12 <= MOST_FRAME_BYTES);
+
 /// A name in a directory: 1 to 255 bytes, without `/` and zero bytes, and not `.` or `..`.
 pub type Name = Box<[u8]>;
 
@@ -258,6 +262,8 @@ pub enum Record {
         kind: Kind,
         /// Its attributes.
         attributes: Attributes,
+        /// The number of a device; otherwise 0.
+        device: u32,
         /// Where a symbolic link points; otherwise empty.
         target: Box<[u8]>,
     },
@@ -320,6 +326,22 @@ pub enum Record {
         /// How many.
         count: u32,
     },
+    /// An inode has this extended attribute.
+    Xattr {
+        /// Its number.
+        ino: u64,
+        /// The attribute's name.
+        name: Box<[u8]>,
+        /// Its value.
+        value: Box<[u8]>,
+    },
+    /// An inode does not have this extended attribute any more.
+    NoXattr {
+        /// Its number.
+        ino: u64,
+        /// The attribute's name.
+        name: Box<[u8]>,
+    },
     /// The image ends here.
     Complete {
         /// The lowest number that no inode ever had.
@@ -348,6 +370,10 @@ const UNMAPPED: u8 = 8;
 
 const COMPLETE: u8 = 9;
 
+const XATTR: u8 = 10;
+
+const NO_XATTR: u8 = 11;
+
 impl Record {
     /// The inode that it is of.
     pub fn subject(&self) -> u64 {
@@ -358,7 +384,9 @@ impl Record {
             | Record::Set { ino, .. }
             | Record::Sized { ino, .. }
             | Record::Mapped { ino, .. }
-            | Record::Unmapped { ino, .. } => *ino,
+            | Record::Unmapped { ino, .. }
+            | Record::Xattr { ino, .. }
+            | Record::NoXattr { ino, .. } => *ino,
             Record::Complete { .. } => 0,
         }
     }
@@ -366,11 +394,14 @@ impl Record {
     /// Appends the bytes.
     pub fn encode(&self, into: &mut Vec<u8>) {
         match self {
-            Record::Made { ino, kind, attributes, target } => {
+            Record::Made { ino, kind, attributes, device, target } => {
                 into.push(MADE);
                 into.extend_from_slice(&ino.to_le_bytes());
                 into.push(kind.code());
                 put_attributes(attributes, into);
+                if kind.is_device() {
+                    into.extend_from_slice(&device.to_le_bytes());
+                }
                 if *kind == Kind::Symlink {
                     into.extend_from_slice(&(target.len() as u16).to_le_bytes()); // MOST_TARGET_BYTES
                     into.extend_from_slice(target);
@@ -401,6 +432,12 @@ impl Record {
                 into.extend_from_slice(&ino.to_le_bytes());
                 [first, count].iter().for_each(|word| into.extend_from_slice(&word.to_le_bytes()));
             }
+            Record::Xattr { ino, name, value } => {
+                put_xattr(XATTR, *ino, name, into);
+                into.extend_from_slice(&(value.len() as u16).to_le_bytes()); // MOST_XATTR_BYTES
+                into.extend_from_slice(value);
+            }
+            Record::NoXattr { ino, name } => put_xattr(NO_XATTR, *ino, name, into),
             Record::Complete { next } => {
                 into.push(COMPLETE);
                 into.extend_from_slice(&next.to_le_bytes());
@@ -412,7 +449,8 @@ impl Record {
     pub fn bytes(&self) -> usize {
         match self {
             Record::Made { target, kind, .. } => {
-                10 + ATTRIBUTES_BYTES + if *kind == Kind::Symlink { 2 + target.len() } else { 0 }
+                let device = if kind.is_device() { 4 } else { 0 };
+                10 + ATTRIBUTES_BYTES + device + if *kind == Kind::Symlink { 2 + target.len() } else { 0 }
             }
             Record::Gone { .. } | Record::Complete { .. } => 9,
             Record::Named { name, .. } | Record::Unnamed { name, .. } => 26 + name.len(),
@@ -420,6 +458,8 @@ impl Record {
             Record::Sized { .. } => 25,
             Record::Mapped { .. } => 21,
             Record::Unmapped { .. } => 17,
+            Record::Xattr { name, value, .. } => 12 + name.len() + value.len(),
+            Record::NoXattr { name, .. } => 10 + name.len(),
         }
     }
 
@@ -435,8 +475,9 @@ impl Record {
                 let [kind] = take(rest)?;
                 let kind = Kind::of_code(kind).ok_or(Malformed("what an inode is"))?;
                 let attributes = take_attributes(rest)?;
+                let device = if kind.is_device() { u32::from_le_bytes(take(rest)?) } else { 0 };
                 let target = if kind == Kind::Symlink { take_target(rest)? } else { Box::default() };
-                Record::Made { ino, kind, attributes, target }
+                Record::Made { ino, kind, attributes, device, target }
             }
             GONE => Record::Gone { ino },
             NAMED | UNNAMED => {
@@ -468,6 +509,12 @@ impl Record {
                 Record::Unmapped { ino, first, count: u32::from_le_bytes(take(rest)?) }
             }
             COMPLETE => Record::Complete { next: ino },
+            XATTR => {
+                let name = take_xattr_name(rest)?;
+                let length = u16::from_le_bytes(take(rest)?);
+                Record::Xattr { ino, name, value: take_slice(rest, length.into())?.into() }
+            }
+            NO_XATTR => Record::NoXattr { ino, name: take_xattr_name(rest)? },
             _ => return Err(Malformed("the tag of a record")),
         })
     }
@@ -489,6 +536,19 @@ fn put_entry(tag: u8, parent: u64, ino: u64, time: i64, name: &[u8], into: &mut 
     [parent, ino, time as u64].iter().for_each(|word| into.extend_from_slice(&word.to_le_bytes()));
     into.push(name.len() as u8); // MOST_NAME_BYTES
     into.extend_from_slice(name);
+}
+
+fn put_xattr(tag: u8, ino: u64, name: &[u8], into: &mut Vec<u8>) {
+    into.push(tag);
+    into.extend_from_slice(&ino.to_le_bytes());
+    into.push(name.len() as u8); // MOST_XATTR_NAME_BYTES
+    into.extend_from_slice(name);
+}
+
+fn take_xattr_name(rest: &mut &[u8]) -> Result<Box<[u8]>, Malformed> {
+    let [length] = take(rest)?;
+    let name = take_slice(rest, length.into())?;
+    if is_xattr_name(name) { Ok(name.into()) } else { Err(Malformed("the name of an extended attribute")) }
 }
 
 fn put_attributes(attributes: &Attributes, into: &mut Vec<u8>) {

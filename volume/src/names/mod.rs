@@ -12,17 +12,20 @@
 //!
 //! - `tree`: inodes, directories and clusters, as the records make them; what is asked, and why it cannot be done.
 //!   **Start here.**
-//! - `inode`, `clusters`: what it consists of. `late`: what a host that follows keeps of files that were removed.
+//! - `inode`, `clusters`, `xattrs`: what it consists of. `acl`: access control lists. `late`: what a host that follows
+//!   keeps of files that were removed.
 //! - [`layout`]: where the parts are in a volume; [`log`]: what the log says, and its frames as blocks, written and
 //!   read.
-//! - `writer`: [`Names`], for the one who changes them; as they are read, for the one who follows; and everything,
-//!   written while it changes.
+//! - `writer`: [`Names`], for the one who changes them; as they are read, for the one who follows. `image`:
+//!   everything, written while it changes.
 //!
 //! [docs/companions/volume-files.md](../../../docs/companions/volume-files.md) has the format with sizes and offsets.
 
+mod acl;
 mod clusters;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
+mod image;
 mod inode;
 mod late;
 pub mod layout;
@@ -31,12 +34,14 @@ pub mod log;
 mod tests;
 mod tree;
 mod writer;
+mod xattrs;
 
 pub use clusters::Run;
 pub use inode::{Attr, Attributes, Kind, MOST_LINKS, MOST_TARGET_BYTES};
 pub use log::BlocksToWrite;
-pub use tree::{NamesError, New, NewKind, ROOT, Rename, SetAttributes, SetTime};
+pub use tree::{NamesError, New, NewKind, ROOT, Rename, SetAttributes, SetTime, SetXattr, SetXattrHow};
 pub use writer::{Listed, MOST_ALLOCATED, MOST_STEP_BYTES, Names, Usage, View};
+pub use xattrs::{MOST_XATTR_BYTES, MOST_XATTR_NAME_BYTES, TRUSTED};
 
 /// The most clusters of a file: their numbers have 28 bits, as in the largest volume.
 pub const MOST_FILE_CLUSTERS: u64 = 1 << 28;

@@ -108,6 +108,10 @@ enum Step {
     Rmdir(String),
     Rename(String, String, Rename),
     Set(String, u16),
+    SetXattr(String, &'static str, usize),
+    RemoveXattr(String, &'static str),
+    RenameToWhiteout(String, String),
+    CreateUnnamed(String, bool),
     Allocate(String, u64, u64),
     Resize(String, u64),
     Hold(String),
@@ -120,6 +124,10 @@ fn paths() -> impl Strategy<Value = String> {
     prop::collection::vec(name, 1..4).prop_map(|names| names.join("/"))
 }
 
+fn xattrs() -> impl Strategy<Value = &'static str> {
+    prop::sample::select(vec!["user.a", "trusted.overlay.opaque", "security.capability"])
+}
+
 fn steps() -> impl Strategy<Value = Step> {
     let how = prop::sample::select(vec![Rename::Replace, Rename::NoReplace, Rename::Exchange]);
     prop_oneof![
@@ -129,6 +137,10 @@ fn steps() -> impl Strategy<Value = Step> {
         1 => paths().prop_map(Step::Rmdir),
         4 => (paths(), paths(), how).prop_map(|(path, to, how)| Step::Rename(path, to, how)),
         1 => (paths(), 0..0o10000_u16).prop_map(|(path, mode)| Step::Set(path, mode)),
+        3 => (paths(), xattrs(), 0..300_usize).prop_map(|(path, name, length)| Step::SetXattr(path, name, length)),
+        1 => (paths(), xattrs()).prop_map(|(path, name)| Step::RemoveXattr(path, name)),
+        1 => (paths(), paths()).prop_map(|(path, to)| Step::RenameToWhiteout(path, to)),
+        1 => (paths(), any::<bool>()).prop_map(|(path, is_linked)| Step::CreateUnnamed(path, is_linked)),
         3 => (paths(), 0..20_u64, 1..5_u64).prop_map(|(path, first, count)| Step::Allocate(path, first, count)),
         2 => (paths(), 0..20 * CLUSTER_BYTES).prop_map(|(path, size)| Step::Resize(path, size)),
         1 => paths().prop_map(Step::Hold),
@@ -142,6 +154,9 @@ fn steps() -> impl Strategy<Value = Step> {
 struct Model {
     paths: BTreeMap<String, u64>,
     directories: BTreeSet<u64>,
+    whiteouts: BTreeSet<u64>,
+    /// The lengths of extended attributes of each thing.
+    xattrs: BTreeMap<u64, BTreeMap<&'static str, usize>>,
 }
 
 impl Model {
@@ -163,6 +178,14 @@ impl Model {
 
     fn is_directory(&self, thing: u64) -> bool {
         self.directories.contains(&thing)
+    }
+
+    fn check_file(&self, thing: u64) -> Result<(), Errno> {
+        match () {
+            () if self.is_directory(thing) => Err(Errno::ISDIR),
+            () if self.whiteouts.contains(&thing) => Err(Errno::INVAL),
+            () => Ok(()),
+        }
     }
 
     fn is_empty(&self, path: &str) -> bool {
@@ -258,7 +281,7 @@ fn carry_out(world: &mut World, model: &mut Model, held: &mut Vec<u64>, step: &S
     let (real, expected) = match step {
         Step::Make(path, is_directory) => {
             let kind = if *is_directory { NewKind::Directory } else { NewKind::File };
-            let new = New { kind, mode: 0o640, uid: 1, gid: 2 };
+            let new = New { kind, mode: 0o640, uid: 1, gid: 2, umask: 0 };
             let made =
                 world.change(|names, now| names.create(found(names, Model::parent(path))?, last(path), new, now));
             let expected = model.find(Model::parent(path)).and_then(|_| match model.find(path) {
@@ -326,6 +349,69 @@ fn carry_out(world: &mut World, model: &mut Model, held: &mut Vec<u64>, step: &S
             let real = world.change(|names, now| names.set(found(names, path)?, set, now));
             (real, model.find(path).map(drop))
         }
+        Step::SetXattr(path, name, length) => {
+            let set = set_xattr(name.as_bytes(), &vec![b'x'; *length]);
+            let real = world.change(|names, now| names.set_xattr(found(names, path)?, set, now));
+            let expected = model.find(path);
+            if let (Ok(thing), Ok(())) = (expected, real) {
+                model.xattrs.entry(thing).or_default().insert(name, *length);
+            }
+            (real, expected.map(drop))
+        }
+        Step::RemoveXattr(path, name) => {
+            let real = world.change(|names, now| names.remove_xattr(found(names, path)?, name.as_bytes(), now));
+            let expected = model.find(path).and_then(|thing| {
+                let removed = model.xattrs.get_mut(&thing).and_then(|xattrs| xattrs.remove(name));
+                removed.map(drop).ok_or(Errno::NODATA)
+            });
+            (real, expected)
+        }
+        Step::RenameToWhiteout(path, to) => {
+            let before = model.find(path);
+            let real = world.change(|names, now| {
+                let parent = found(names, Model::parent(path))?;
+                names.lookup(parent, last(path))?;
+                let to_parent = found(names, Model::parent(to))?;
+                names.rename_to_whiteout((parent, last(path)), (to_parent, last(to)), Rename::Replace, (0, 0), now)
+            });
+            let expected = model.rename(path, to, Rename::Replace);
+            // Two names of the same thing stay.
+            if let (Ok(()), Ok(()), Err(Errno::NOENT), Ok(_)) = (real, expected, model.find(path), before) {
+                let whiteout = walk(&world.names, path).unwrap();
+                model.paths.insert(path.clone(), whiteout);
+                model.whiteouts.insert(whiteout);
+            }
+            (real, expected)
+        }
+        Step::CreateUnnamed(path, is_linked) => {
+            let new = New { kind: NewKind::File, mode: 0o666, uid: 1, gid: 2, umask: 0o22 };
+            let real = world.change(|names, now| {
+                let parent = found(names, Model::parent(path))?;
+                names.create_unnamed(parent, new, *is_linked, now)
+            });
+            let expected = model.find(Model::parent(path)).and_then(|parent| {
+                if parent == ROOT || model.is_directory(parent) { Ok(()) } else { Err(Errno::NOTDIR) }
+            });
+            if let (Ok(attr), Ok(())) = (real, expected) {
+                assert_eq!((attr.links, attr.attributes.mode), (0, 0o644));
+                let linked = world
+                    .change(|names, now| names.link(attr.ino, found(names, Model::parent(path))?, last(path), now));
+                let wanted = match model.find(path) {
+                    _ if !is_linked => Err(Errno::NOENT),
+                    Ok(_) => Err(Errno::EXIST),
+                    Err(_) => Ok(()),
+                };
+                if linked != Err(NamesError::NoSpace) {
+                    assert_eq!(linked.map(drop).map_err(NamesError::errno), wanted);
+                }
+                if linked.is_ok() {
+                    model.paths.insert(path.clone(), attr.ino);
+                }
+                world.change(|names, _| names.release(attr.ino, 1)).unwrap();
+                assert_eq!(world.names.attr(attr.ino).is_ok(), linked.is_ok());
+            }
+            (real.map(drop), expected)
+        }
         Step::Allocate(path, first, count) => {
             let real = world.change(|names, now| {
                 let ino = found(names, path)?;
@@ -334,12 +420,12 @@ fn carry_out(world: &mut World, model: &mut Model, held: &mut Vec<u64>, step: &S
                 names.settle(ino) // times that are only in memory are not in any prefix
             });
             let expected = model.find(path);
-            (real, expected.and_then(|thing| if model.is_directory(thing) { Err(Errno::ISDIR) } else { Ok(()) }))
+            (real, expected.and_then(|thing| model.check_file(thing)))
         }
         Step::Resize(path, size) => {
             let real = world.change(|names, now| names.resize(found(names, path)?, *size, now));
             let expected = model.find(path);
-            (real, expected.and_then(|thing| if model.is_directory(thing) { Err(Errno::ISDIR) } else { Ok(()) }))
+            (real, expected.and_then(|thing| model.check_file(thing)))
         }
         Step::Hold(path) => {
             let real = walk(&world.names, path).and_then(|ino| world.names.hold(ino).map(|attr| held.push(attr.ino)));
@@ -397,6 +483,11 @@ proptest! {
                 false => model.paths.values().filter(|other| *other == ino).count(),
             };
             prop_assert_eq!(attr.links as usize, expected, "{}", path);
+            let found: BTreeMap<_, _> = world.names.xattrs(*ino).unwrap()
+                .map(|name| (name.to_vec(), world.names.xattr(*ino, name).unwrap().len())).collect();
+            let expected = model.xattrs.get(ino).cloned().unwrap_or_default();
+            let expected = expected.into_iter().map(|(name, length)| (name.as_bytes().to_vec(), length));
+            prop_assert_eq!(found, expected.collect(), "{}", path);
         }
         world.check_prefixes(geometry);
     }
@@ -405,7 +496,7 @@ proptest! {
 /// Names of many files, until images have been written several times.
 fn busy(geometry: Geometry, changes: u32) -> World {
     let mut world = World::new(geometry);
-    let new = |kind| New { kind, mode: 0o600, uid: 0, gid: 0 };
+    let new = |kind| New { kind, mode: 0o600, uid: 0, gid: 0, umask: 0 };
     let directory = world.change(|names, now| names.create(ROOT, b"d", new(NewKind::Directory), now)).unwrap().ino;
     for number in 0..changes {
         // The later directory has a higher number than some of the files in it.
@@ -463,7 +554,7 @@ fn images_are_written_while_names_change_and_every_prefix_is_a_state() {
 fn entries_that_an_image_has_not_passed_change_what_it_has() {
     let geometry = Geometry::with_area(65536, 16).unwrap();
     let mut world = World::new(geometry);
-    let new = |kind| New { kind, mode: 0o600, uid: 0, gid: 0 };
+    let new = |kind| New { kind, mode: 0o600, uid: 0, gid: 0, umask: 0 };
     let name = |number: u64| format!("file-{number}-{}", "x".repeat(100)).into_bytes();
     let inodes: Vec<u64> = (0..80)
         .map(|number| {
@@ -545,7 +636,7 @@ fn attributes() -> Attributes {
 }
 
 fn made(ino: u64, kind: Kind) -> Record {
-    Record::Made { ino, kind, attributes: attributes(), target: Box::default() }
+    Record::Made { ino, kind, attributes: attributes(), device: 0, target: Box::default() }
 }
 
 fn named(parent: u64, ino: u64, name: &str) -> Record {
@@ -599,6 +690,9 @@ fn records_that_do_not_fit_are_refused() {
         Record::Mapped { ino: 4, run: run(u32::MAX, 60, 9) },
         Record::Mapped { ino: 2, run: run(9, 60, 1) },
         Record::Unmapped { ino: 2, first: 0, count: 1 },
+        Record::Xattr { ino: 9, name: b"user.a"[..].into(), value: Box::default() },
+        Record::Xattr { ino: 4, name: b"user.a"[..].into(), value: vec![0; MOST_XATTR_BYTES].into() },
+        Record::NoXattr { ino: 4, name: b"user.a"[..].into() },
     ] {
         let before = tree.clone();
         assert!(tree.apply(&record).is_err(), "{record:?}");
@@ -635,7 +729,7 @@ fn records_that_do_not_fit_are_refused() {
 fn space_is_refused_before_anything_changes() {
     let geometry = Geometry::with_area(8 * 2 + 16 + 160, 8).unwrap();
     let mut world = World::new(geometry);
-    let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0 };
+    let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0, umask: 0 };
     let ino = world.change(|names, now| names.create(ROOT, b"f", new.clone(), now)).unwrap().ino;
     let all = u64::from(geometry.clusters());
     let before = world.names.tree().clone();
@@ -667,10 +761,160 @@ fn space_is_refused_before_anything_changes() {
     world.check_prefixes(geometry);
 }
 
+fn set_xattr(name: &[u8], value: &[u8]) -> SetXattr {
+    SetXattr { name: name.into(), value: value.into(), how: SetXattrHow::Any, drops_set_group_id: false }
+}
+
+fn new(kind: NewKind, mode: u16) -> New {
+    New { kind, mode, uid: 0, gid: 0, umask: 0o22 }
+}
+
+#[test]
+fn extended_attributes_are_there_or_not_as_they_are_asked_for() {
+    let mut world = World::new(Geometry::of(4096).unwrap());
+    let ino = world.change(|names, now| names.create(ROOT, b"f", new(NewKind::File, 0o666), now)).unwrap().ino;
+    let mut set = |name: &[u8], value: &[u8], how| {
+        world.change(|names, now| names.set_xattr(ino, SetXattr { how, ..set_xattr(name, value) }, now))
+    };
+    assert_eq!(set(b"user.a", b"1", SetXattrHow::Replace), Err(NamesError::NoXattr));
+    assert_eq!(set(b"user.a", b"1", SetXattrHow::Create), Ok(()));
+    assert_eq!(set(b"user.a", b"2", SetXattrHow::Create), Err(NamesError::Exists));
+    assert_eq!(set(b"user.a", b"", SetXattrHow::Replace), Ok(()));
+    for name in [&b"user."[..], b"trusted.", b"security.", b"user.\0", &[b"user.".as_slice(), &[b'x'; 251]].concat()] {
+        assert_eq!(set(name, b"1", SetXattrHow::Any), Err(NamesError::Invalid), "{name:?}");
+    }
+    for name in [&b"system.nfs4_acl"[..], b"other", b"users.a"] {
+        assert_eq!(set(name, b"1", SetXattrHow::Any), Err(NamesError::XattrNamespace), "{name:?}");
+    }
+    let most = MOST_XATTR_BYTES - b"user.a".len() - b"user.b".len() - 16;
+    assert_eq!(set(b"user.b", &vec![7; most + 1], SetXattrHow::Any), Err(NamesError::XattrsTooLong));
+    assert_eq!(set(b"user.b", &vec![7; most], SetXattrHow::Any), Ok(()));
+    assert_eq!(set(b"user.c", b"", SetXattrHow::Any), Err(NamesError::XattrsTooLong));
+    assert_eq!(world.names.xattr(ino, b"user.a"), Ok(&b""[..]));
+    assert_eq!(world.names.xattrs(ino).unwrap().collect::<Vec<_>>(), [&b"user.a"[..], b"user.b"]);
+    assert_eq!(world.change(|names, now| names.remove_xattr(ino, b"user.c", now)), Err(NamesError::NoXattr));
+    world.change(|names, now| names.remove_xattr(ino, b"user.b", now)).unwrap();
+    assert_eq!(world.names.xattr(ino, b"user.b"), Err(NamesError::NoXattr));
+    // They take room for names, and give it back.
+    let geometry = small();
+    let mut world = World::new(geometry);
+    let before = world.names.tree().image_bytes();
+    let mut count = 0;
+    let refused = loop {
+        let made = world.change(|names, now| {
+            let made = names.create(ROOT, format!("{count}").as_bytes(), new(NewKind::File, 0o666), now);
+            made.and_then(|made| names.set_xattr(made.ino, set_xattr(b"user.a", &[7; 2000]), now))
+        });
+        match made {
+            Ok(()) => count += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!((refused, count), (NamesError::NoSpace, 7), "in half of 32 KiB");
+    for number in 0..=count {
+        let _ = world.change(|names, now| names.unlink(ROOT, format!("{number}").as_bytes(), now));
+    }
+    assert_eq!(world.names.tree().image_bytes(), before);
+    world.check_prefixes(geometry);
+}
+
+/// What was done at each step to permissions, as `acl(5)` and ext4 have it.
+#[test]
+fn access_control_lists_and_permission_bits_follow_each_other() {
+    use super::acl::tests::list;
+    const ACCESS: &[u8] = b"system.posix_acl_access";
+    const DEFAULT: &[u8] = b"system.posix_acl_default";
+    let mut world = World::new(Geometry::of(4096).unwrap());
+    let directory = world.change(|names, now| names.create(ROOT, b"d", new(NewKind::Directory, 0o777), now)).unwrap();
+    let file = world.change(|names, now| names.create(ROOT, b"f", new(NewKind::File, 0o2666), now)).unwrap().ino;
+    assert_eq!(directory.attributes.mode, 0o755, "by the umask");
+    let mode = |world: &World, ino| world.names.attr(ino).unwrap().attributes.mode;
+    let value = |world: &World, ino, name| world.names.xattr(ino, name).map(<[u8]>::to_vec);
+    let long = list(&[(1, 7), (2, 6), (4, 4), (0x10, 6), (0x20, 0)]);
+    let set = |world: &mut World, ino, name, value: &[u8]| {
+        world.change(|names, now| names.set_xattr(ino, set_xattr(name, value), now))
+    };
+    set(&mut world, file, ACCESS, &long).unwrap();
+    assert_eq!((mode(&world, file), value(&world, file, ACCESS)), (0o2760, Ok(long.clone())), "the mask is shown");
+    // The mask changes with chmod, and the owning group does not.
+    let chmod = |mode| SetAttributes { mode: Some(mode), ..SetAttributes::default() };
+    world.change(|names, now| names.set(file, chmod(0o644), now)).unwrap();
+    let expected = list(&[(1, 6), (2, 6), (4, 4), (0x10, 4), (0x20, 4)]);
+    assert_eq!((mode(&world, file), value(&world, file, ACCESS)), (0o644, Ok(expected)));
+    // One that says no more than the bits do is not kept.
+    set(&mut world, file, ACCESS, &list(&[(1, 7), (4, 5), (0x20, 1)])).unwrap();
+    assert_eq!((mode(&world, file), value(&world, file, ACCESS)), (0o751, Err(NamesError::NoXattr)));
+    assert_eq!(set(&mut world, file, ACCESS, b"rubbish"), Err(NamesError::Invalid));
+    assert_eq!(set(&mut world, file, DEFAULT, &long), Err(NamesError::DefaultAcl));
+    // A caller without the right to it loses the set-group-id bit.
+    world.change(|names, now| names.set(file, chmod(0o2755), now)).unwrap();
+    let kills = SetXattr { drops_set_group_id: true, ..set_xattr(ACCESS, &long) };
+    world.change(|names, now| names.set_xattr(file, kills, now)).unwrap();
+    assert_eq!(mode(&world, file), 0o760);
+    // The default one is for what is made in the directory, without the umask.
+    set(&mut world, directory.ino, DEFAULT, &long).unwrap();
+    assert_eq!(mode(&world, directory.ino), 0o755);
+    let make = |world: &mut World, name: &[u8], kind, mode| {
+        world.change(|names, now| names.create(directory.ino, name, new(kind, mode), now)).unwrap()
+    };
+    let made = make(&mut world, b"f", NewKind::File, 0o666);
+    let expected = list(&[(1, 6), (2, 6), (4, 4), (0x10, 6), (0x20, 0)]);
+    assert_eq!((made.attributes.mode, value(&world, made.ino, ACCESS)), (0o660, Ok(expected)));
+    assert_eq!(value(&world, made.ino, DEFAULT), Err(NamesError::NoXattr));
+    let made = make(&mut world, b"d", NewKind::Directory, 0o777);
+    assert_eq!((made.attributes.mode, value(&world, made.ino, DEFAULT)), (0o760, Ok(long.clone())));
+    assert_eq!(value(&world, made.ino, ACCESS), Ok(long.clone()));
+    let made = make(&mut world, b"l", NewKind::Symlink(b"f".to_vec()), 0o777);
+    assert_eq!(value(&world, made.ino, ACCESS), Err(NamesError::NoXattr));
+    let unnamed = world.change(|names, now| names.create_unnamed(directory.ino, new(NewKind::File, 0o640), true, now));
+    assert_eq!(unnamed.unwrap().attributes.mode, 0o640);
+    // A write by another takes what a program was trusted with.
+    world.change(|names, now| names.set(file, chmod(0o6755), now)).unwrap();
+    set(&mut world, file, b"security.capability", b"0123456789").unwrap();
+    let drops = SetAttributes { drops_set_id: true, ..SetAttributes::default() };
+    world.change(|names, now| names.set(file, drops, now)).unwrap();
+    world.change(|names, _| names.drop_capabilities(file)).unwrap();
+    assert_eq!((mode(&world, file), value(&world, file, b"security.capability")), (0o755, Err(NamesError::NoXattr)));
+    world.check_prefixes(Geometry::of(4096).unwrap());
+}
+
+/// Attributes change while an image is written that has passed their inodes.
+fn busy_xattrs() {
+    let geometry = Geometry::with_area(65536, 16).unwrap();
+    let mut world = World::new(geometry);
+    let inodes: Vec<u64> = (0..40)
+        .map(|number| {
+            let name = format!("{number}").into_bytes();
+            world.change(|names, now| names.create(ROOT, &name, new(NewKind::File, 0o600), now)).unwrap().ino
+        })
+        .collect();
+    for round in 0..2000_usize {
+        let ino = inodes[round * 7 % inodes.len()];
+        let change = |names: &mut Names, now| match round % 5 {
+            4 => names.remove_xattr(ino, b"user.a", now).or(Ok(())),
+            _ => names.set_xattr(ino, set_xattr(b"user.a", &vec![round as u8; round % 200]), now),
+        };
+        world.change(change).unwrap();
+    }
+    let heads = world.writes.iter().filter(|write| write.first == 0).count();
+    assert!(heads > 5, "{heads} heads");
+    world.check_prefixes(geometry);
+}
+
+#[test]
+fn extended_attributes_change_while_an_image_is_written() {
+    use crate::mutant::Mutant;
+    busy_xattrs();
+    Mutant::set(Some(Mutant::XattrsNotPassedOn));
+    let found = std::panic::catch_unwind(busy_xattrs);
+    Mutant::set(None);
+    assert!(found.is_err(), "the mutant lives");
+}
+
 #[test]
 fn positions_of_a_directory_stay_while_it_changes() {
     let mut world = World::new(small());
-    let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0 };
+    let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0, umask: 0 };
     for number in 0..50 {
         world.change(|names, now| names.create(ROOT, format!("{number}").as_bytes(), new.clone(), now)).unwrap();
     }
@@ -719,7 +963,7 @@ fn a_volume_that_has_grown_has_more_clusters() {
 #[test]
 fn names_that_are_not_names_are_refused() {
     let mut world = World::new(small());
-    let new = New { kind: NewKind::Directory, mode: 0o700, uid: 0, gid: 0 };
+    let new = New { kind: NewKind::Directory, mode: 0o700, uid: 0, gid: 0, umask: 0 };
     let ino = world.change(|names, now| names.create(ROOT, b"d", new.clone(), now)).unwrap().ino;
     let before = world.names.tree().clone();
     for name in [&b"."[..], b"..", b"", b"a/b", b"a\0b", &[b'x'; 256]] {
@@ -757,7 +1001,7 @@ mod by_command {
         let mut longest = std::time::Duration::ZERO;
         for number in 0..1_000_000_u64 {
             let started = std::time::Instant::now();
-            let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0 };
+            let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0, umask: 0 };
             write(&mut copy, names.prepare());
             let parent = if number % 1000 == 0 {
                 let new = New { kind: NewKind::Directory, ..new.clone() };
@@ -790,11 +1034,14 @@ fn areas_are_found_by_their_numbers() {
 fn records() -> impl Strategy<Value = Record> {
     let (ino, time) = (1..8_u64, any::<i64>());
     let name = prop::sample::select(vec!["a", "b", "c"]).prop_map(|name| Name::from(name.as_bytes()));
-    let kind = prop::sample::select(vec![Kind::File, Kind::Directory, Kind::Directory, Kind::Symlink, Kind::Fifo]);
+    let kinds = [Kind::File, Kind::Directory, Kind::Directory, Kind::Symlink, Kind::Fifo, Kind::CharacterDevice];
+    let kind = prop::sample::select(kinds.to_vec());
+    let xattr = prop::sample::select(vec![&b"user.a"[..], b"user.b"]).prop_map(Box::<[u8]>::from);
     let target = |kind| if kind == Kind::Symlink { Box::from(*b"target") } else { Box::default() };
     prop_oneof![
         4 => (ino.clone(), kind).prop_map(move |(ino, kind)| {
-            Record::Made { ino, kind, attributes: attributes(), target: target(kind) }
+            let device = if kind == Kind::CharacterDevice { 7 } else { 0 };
+            Record::Made { ino, kind, attributes: attributes(), device, target: target(kind) }
         }),
         1 => ino.clone().prop_map(|ino| Record::Gone { ino }),
         4 => (ino.clone(), ino.clone(), time, name.clone())
@@ -805,6 +1052,9 @@ fn records() -> impl Strategy<Value = Record> {
         1 => (ino.clone(), any::<u64>(), time).prop_map(|(ino, size, time)| Record::Sized { ino, size: size >> 12, time }),
         2 => (ino.clone(), 0..9_u32, 0..9_u32, 0..4_u32)
             .prop_map(|(ino, first, at, count)| Record::Mapped { ino, run: Run { first, at, count } }),
+        2 => (ino.clone(), xattr.clone(), prop::collection::vec(any::<u8>(), 0..9))
+            .prop_map(|(ino, name, value)| Record::Xattr { ino, name, value: value.into() }),
+        1 => (ino.clone(), xattr).prop_map(|(ino, name)| Record::NoXattr { ino, name }),
         1 => (ino, 0..9_u32, any::<u32>()).prop_map(|(ino, first, count)| Record::Unmapped { ino, first, count }),
     ]
 }

@@ -9,6 +9,7 @@ use super::inode::{Attributes, Body, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES}
 use super::late::Late;
 use super::layout::Geometry;
 use super::log::{MOST_NAME_BYTES, Malformed, NO_TIME, Record};
+use super::xattrs::{MOST_XATTR_BYTES, Xattrs};
 
 /// The number of the root.
 pub const ROOT: u64 = 1;
@@ -44,7 +45,8 @@ pub(crate) struct Tree {
 impl PartialEq for Tree {
     fn eq(&self, other: &Tree) -> bool {
         let is_same = |one: &Inode, other: &Inode| {
-            (&one.attributes, one.names, &one.body) == (&other.attributes, other.names, &other.body)
+            (&one.attributes, one.names, &one.body, &one.xattrs)
+                == (&other.attributes, other.names, &other.body, &other.xattrs)
         };
         self.next == other.next
             && self.clusters.free() == other.clusters.free()
@@ -54,14 +56,24 @@ impl PartialEq for Tree {
     }
 }
 
-/// Bytes of an inode in an image, beside its entries and runs.
-fn made_bytes(ino: u64, inode: &Inode) -> u64 {
+/// The record that makes an inode, without what is in it.
+pub(super) fn made(ino: u64, inode: &Inode) -> Record {
     let target = match &inode.body {
         Body::Symlink(target) => target.clone(),
         _ => Box::default(),
     };
-    let made = Record::Made { ino, kind: inode.kind(), attributes: inode.attributes, target };
-    (made.bytes() + SIZED_BYTES) as u64
+    Record::Made { ino, kind: inode.kind(), attributes: inode.attributes, device: inode.device(), target }
+}
+
+/// Bytes of an inode in an image with its extended attributes, beside its entries and runs.
+fn made_bytes(ino: u64, inode: &Inode) -> u64 {
+    let xattrs = inode.xattrs().map(|(name, value)| xattr_bytes(name, value));
+    (made(ino, inode).bytes() + SIZED_BYTES) as u64 + xattrs.sum::<u64>()
+}
+
+/// Bytes of an extended attribute in an image.
+pub(super) fn xattr_bytes(name: &[u8], value: &[u8]) -> u64 {
+    (12 + name.len() + value.len()) as u64
 }
 
 /// Bytes of a file's size in an image.
@@ -108,7 +120,9 @@ impl Tree {
     /// [`Malformed`]: it does not fit. Nothing has changed.
     pub(super) fn apply(&mut self, record: &Record) -> Result<(), Malformed> {
         match record {
-            Record::Made { ino, kind, attributes, target } => self.make(*ino, *kind, *attributes, target),
+            Record::Made { ino, kind, attributes, device, target } => {
+                self.make(*ino, Inode::new(*kind, *attributes, *device, target.clone()))
+            }
             Record::Gone { ino } => self.remove(*ino),
             Record::Named { parent, ino, time, name } => self.add_name(*parent, *ino, *time, name),
             Record::Unnamed { parent, ino, time, name } => self.remove_name(*parent, *ino, *time, name),
@@ -119,6 +133,8 @@ impl Tree {
             Record::Sized { ino, size, time } => self.resize(*ino, *size, *time),
             Record::Mapped { ino, run } => self.map(*ino, *run),
             Record::Unmapped { ino, first, count } => self.unmap(*ino, *first, *count),
+            Record::Xattr { ino, name, value } => self.set_xattr(*ino, name, value),
+            Record::NoXattr { ino, name } => self.remove_xattr(*ino, name),
             Record::Complete { next } => self.complete(*next),
         }
     }
@@ -127,18 +143,43 @@ impl Tree {
         self.inodes.get_mut(&ino).map(Box::as_mut).ok_or(NO_INODE)
     }
 
-    fn make(&mut self, ino: u64, kind: Kind, attributes: Attributes, target: &[u8]) -> Result<(), Malformed> {
+    fn make(&mut self, ino: u64, inode: Inode) -> Result<(), Malformed> {
         let is_new = if self.is_complete { ino >= self.next } else { ino >= ROOT && !self.inodes.contains_key(&ino) };
-        if !is_new || ino == u64::MAX || (ino == ROOT && kind != Kind::Directory) {
+        if !is_new || ino == u64::MAX || (ino == ROOT && inode.kind() != Kind::Directory) {
             return Err(Malformed("the number of a new inode"));
         }
         if self.inodes.len() as u64 >= super::MOST_INODES {
             return Err(Malformed("the number of inodes"));
         }
-        let inode = Inode::new(kind, attributes, target.into());
         self.image_bytes += made_bytes(ino, &inode);
         self.inodes.insert(ino, Box::new(inode));
         self.next = self.next.max(ino + 1);
+        Ok(())
+    }
+
+    fn set_xattr(&mut self, ino: u64, name: &[u8], value: &[u8]) -> Result<(), Malformed> {
+        let inode = self.inode(ino)?;
+        let bytes = inode
+            .xattrs
+            .as_ref()
+            .map_or_else(|| Xattrs::default().bytes_with(name, value), |xattrs| xattrs.bytes_with(name, value));
+        if bytes > MOST_XATTR_BYTES {
+            return Err(Malformed("the extended attributes of an inode"));
+        }
+        let before = inode.xattrs.get_or_insert_default().set(name, value);
+        self.image_bytes += xattr_bytes(name, value);
+        self.image_bytes -= before.map_or(0, |before| xattr_bytes(name, &before));
+        Ok(())
+    }
+
+    fn remove_xattr(&mut self, ino: u64, name: &[u8]) -> Result<(), Malformed> {
+        let inode = self.inode(ino)?;
+        let before = inode.xattrs.as_mut().and_then(|xattrs| xattrs.remove(name));
+        let before = before.ok_or(Malformed("the end of an extended attribute that an inode does not have"))?;
+        if inode.xattrs.as_ref().is_some_and(|xattrs| xattrs.is_empty()) {
+            inode.xattrs = None;
+        }
+        self.image_bytes -= xattr_bytes(name, &before);
         Ok(())
     }
 
@@ -375,12 +416,14 @@ pub struct New {
     pub uid: u32,
     /// Its group. In a directory with the set-group-id bit it is the directory's.
     pub gid: u32,
+    /// Permissions that it does not get, unless the directory has a default ACL, whose permissions then bound it.
+    pub umask: u16,
 }
 
 /// The root of a new file system.
 impl Default for New {
     fn default() -> New {
-        New { kind: NewKind::Directory, mode: 0o755, uid: 0, gid: 0 }
+        New { kind: NewKind::Directory, mode: 0o755, uid: 0, gid: 0, umask: 0 }
     }
 }
 
@@ -397,6 +440,10 @@ pub enum NewKind {
     Fifo,
     /// The name of a socket.
     Socket,
+    /// A device of this number.
+    CharacterDevice(u32),
+    /// A device of this number.
+    BlockDevice(u32),
 }
 
 /// How an entry is renamed.
@@ -424,6 +471,33 @@ pub struct SetAttributes {
     pub accessed: Option<SetTime>,
     /// When its contents were changed.
     pub modified: Option<SetTime>,
+    /// The set-user-id bit goes, and so does the set-group-id bit if the group can execute it.
+    pub drops_set_id: bool,
+}
+
+/// An extended attribute to be set.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SetXattr {
+    /// Its name.
+    pub name: Box<[u8]>,
+    /// Its value.
+    pub value: Box<[u8]>,
+    /// Whether it must be there.
+    pub how: SetXattrHow,
+    /// If it is an ACL, the set-group-id bit goes.
+    pub drops_set_group_id: bool,
+}
+
+/// Whether an extended attribute must be there before it is set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SetXattrHow {
+    /// It may be.
+    #[default]
+    Any,
+    /// It must not be.
+    Create,
+    /// It must be.
+    Replace,
 }
 
 /// A time that is set.
@@ -482,6 +556,18 @@ pub enum NamesError {
     /// The file would be too long.
     #[error("a file has at most {} bytes", super::MOST_FILE_BYTES)]
     FileTooLong,
+    /// The inode does not have this extended attribute.
+    #[error("no such extended attribute")]
+    NoXattr,
+    /// There are no extended attributes of such names.
+    #[error("extended attributes have names of user, trusted, security, or of POSIX ACLs")]
+    XattrNamespace,
+    /// An ACL for what is made in a directory belongs to a directory.
+    #[error("only a directory has a default ACL")]
+    DefaultAcl,
+    /// The inode's extended attributes would be too long.
+    #[error("the extended attributes of an inode have at most {MOST_XATTR_BYTES} bytes together")]
+    XattrsTooLong,
     /// No cluster is free, or the areas have no room for more names.
     #[error("no space is left in the volume")]
     NoSpace,
@@ -505,7 +591,10 @@ impl NamesError {
             NamesError::TooManyLinks => Errno::MLINK,
             NamesError::NameTooLong | NamesError::TargetTooLong => Errno::NAMETOOLONG,
             NamesError::FileTooLong => Errno::FBIG,
-            NamesError::NoSpace => Errno::NOSPC,
+            NamesError::NoXattr => Errno::NODATA,
+            NamesError::XattrNamespace => Errno::OPNOTSUPP,
+            NamesError::DefaultAcl => Errno::ACCESS,
+            NamesError::NoSpace | NamesError::XattrsTooLong => Errno::NOSPC,
             NamesError::Bug(_) => Errno::IO,
         }
     }

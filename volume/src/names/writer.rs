@@ -5,15 +5,21 @@
 
 use std::collections::BTreeSet;
 
+use super::acl::{self, Acl};
 use super::clusters::{Clusters, Run, Runs};
+use super::image::{CHUNK_BYTES, Image};
 use super::inode::{Attr, Attributes, Body, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES};
 use super::late::Late;
 use super::layout::{Area, CLUSTER_BYTES, Geometry, Head};
 use super::log::{
-    BlocksToWrite, FRAME_HEAD_BYTES, Log, LogReader, MOST_FRAME_BYTES, MOST_NAME_BYTES, Malformed, NO_TIME, Next,
-    Record, is_name,
+    BlocksToWrite, FRAME_HEAD_BYTES, Log, LogReader, MOST_FRAME_BYTES, MOST_NAME_BYTES, Malformed, Next, Record,
+    is_name,
 };
-use super::tree::{New, NewKind, ROOT, RUN_BYTES, Rename, SetAttributes, SetTime, Tree, entry_bytes};
+use super::tree::{
+    New, NewKind, ROOT, RUN_BYTES, Rename, SetAttributes, SetTime, SetXattr, SetXattrHow, Tree, entry_bytes,
+    xattr_bytes,
+};
+use super::xattrs::{CAPABILITIES, MOST_XATTR_BYTES, Namespace, Xattrs, is_xattr_name};
 use super::{MOST_FILE_BYTES, MOST_FILE_CLUSTERS, MOST_INODES, NamesError};
 use crate::shape::BLOCK_BYTES;
 
@@ -30,6 +36,8 @@ pub struct Names {
     owed: u64,
     /// Files whose times are newer in memory than in the log.
     touched: BTreeSet<u64>,
+    /// Files that were made without a name, and may get one.
+    linkable: BTreeSet<u64>,
 }
 
 /// For each byte of the log, so many bytes of an image are written meanwhile: it is complete before the last quarter
@@ -52,7 +60,7 @@ impl Names {
         let New { mode, uid, gid, .. } = *root;
         let mode = mode & Attributes::MODE;
         let attributes = Attributes { mode, uid, gid, accessed: now, modified: now, changed: now };
-        let made = Record::Made { ino: ROOT, kind: Kind::Directory, attributes, target: Box::default() };
+        let made = Record::Made { ino: ROOT, kind: Kind::Directory, attributes, device: 0, target: Box::default() };
         let mut log = Log::new(geometry, Area::FIRST, 1);
         log.append(&[made, Record::Complete { next: ROOT + 1 }]);
         let image_bytes = log.at();
@@ -76,7 +84,16 @@ impl Names {
             head.geometry = larger;
         }
         (tree.now_ms, tree.late) = (Some(0), None);
-        Ok(Names { tree, head, log, image: None, pending: Vec::new(), owed: 0, touched: BTreeSet::new() })
+        Ok(Names {
+            tree,
+            head,
+            log,
+            image: None,
+            pending: Vec::new(),
+            owed: 0,
+            touched: BTreeSet::new(),
+            linkable: BTreeSet::new(),
+        })
     }
 
     /// The head as it is, to be written if the volume has grown.
@@ -135,6 +152,9 @@ impl Names {
         }
         if matches!(record, Record::Set { .. } | Record::Sized { .. } | Record::Gone { .. }) {
             self.touched.remove(&record.subject());
+        }
+        if let Record::Gone { ino } = record {
+            self.linkable.remove(&ino);
         }
         self.pending.push(record);
         Ok(())
@@ -288,16 +308,53 @@ impl Names {
     /// # Errors
     /// [`NamesError`].
     pub fn create(&mut self, parent: u64, name: &[u8], new: New, now: i64) -> Result<Attr, NamesError> {
-        let New { kind, mut mode, uid, mut gid } = new;
-        let directory = self.tree().inode_of(parent)?.attributes;
         self.check_new_name(parent, name)?;
-        let (kind, target) = match kind {
-            NewKind::File => (Kind::File, Vec::new()),
-            NewKind::Directory => (Kind::Directory, Vec::new()),
-            NewKind::Symlink(target) => (Kind::Symlink, target),
-            NewKind::Fifo => (Kind::Fifo, Vec::new()),
-            NewKind::Socket => (Kind::Socket, Vec::new()),
+        let ino = self.make(parent, new, Some(name), now)?;
+        self.record(Record::Named { parent, ino, time: now, name: name.into() })?;
+        self.attr(ino)
+    }
+
+    /// Makes a file without a name, which is held once. If `is_linkable`, [`Names::link`] gives it one.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn create_unnamed(&mut self, parent: u64, new: New, is_linkable: bool, now: i64) -> Result<Attr, NamesError> {
+        let inode = self.tree().inode_of(parent)?;
+        if inode.kind() != Kind::Directory {
+            return Err(NamesError::NotADirectory);
+        }
+        if inode.names == 0 {
+            return Err(NamesError::NotFound);
+        }
+        let ino = self.make(parent, new, None, now)?;
+        if is_linkable {
+            self.linkable.insert(ino);
+        }
+        self.hold(ino)
+    }
+
+    /// Makes an inode in a directory, for which there is room with this name. Returns its number.
+    fn make(&mut self, parent: u64, new: New, name: Option<&[u8]>, now: i64) -> Result<u64, NamesError> {
+        let New { kind, mode, uid, mut gid, umask } = new;
+        let (kind, device, target) = match kind {
+            NewKind::File => (Kind::File, 0, Vec::new()),
+            NewKind::Directory => (Kind::Directory, 0, Vec::new()),
+            NewKind::Symlink(target) => (Kind::Symlink, 0, target),
+            NewKind::Fifo => (Kind::Fifo, 0, Vec::new()),
+            NewKind::Socket => (Kind::Socket, 0, Vec::new()),
+            NewKind::CharacterDevice(device) => (Kind::CharacterDevice, device, Vec::new()),
+            NewKind::BlockDevice(device) => (Kind::BlockDevice, device, Vec::new()),
         };
+        let directory = self.tree().inode_of(parent)?;
+        let default = directory.xattr(acl::DEFAULT).filter(|_| kind != Kind::Symlink).and_then(Acl::parse);
+        let (mut mode, mut xattrs) = (mode & !umask, Vec::new());
+        if let Some(default) = default {
+            let (inherited, access) = default.inherited(new.mode);
+            mode = inherited;
+            xattrs.extend(access.map(|access| (acl::ACCESS, access.to_value())));
+            xattrs.extend((kind == Kind::Directory).then(|| (acl::DEFAULT, default.to_value())));
+        }
+        let directory = directory.attributes;
         if kind == Kind::Symlink && !(1..=MOST_TARGET_BYTES).contains(&target.len()) {
             return Err(NamesError::TargetTooLong);
         }
@@ -313,14 +370,20 @@ impl Names {
         let mode = mode & Attributes::MODE;
         let attributes = Attributes { mode, uid, gid, accessed: now, modified: now, changed: now };
         let ino = self.tree().next;
-        let made = Record::Made { ino, kind, attributes, target: target.into() };
-        self.check_room(made.bytes() as u64 + RUN_BYTES + entry_bytes(name))?;
+        let made = Record::Made { ino, kind, attributes, device, target: target.into() };
+        let xattrs_bytes = xattrs.iter().map(|(name, value)| xattr_bytes(name, value)).sum::<u64>();
+        self.check_room(made.bytes() as u64 + RUN_BYTES + xattrs_bytes + name.map_or(0, entry_bytes))?;
         if self.tree().inodes.len() as u64 >= MOST_INODES {
             return Err(NamesError::NoSpace);
         }
+        if xattrs_bytes > MOST_XATTR_BYTES as u64 {
+            return Err(NamesError::XattrsTooLong);
+        }
         self.record(made)?;
-        self.record(Record::Named { parent, ino, time: now, name: name.into() })?;
-        self.attr(ino)
+        for (name, value) in xattrs {
+            self.record(Record::Xattr { ino, name: name.into(), value: value.into() })?;
+        }
+        Ok(ino)
     }
 
     /// Makes another name for an inode.
@@ -331,13 +394,14 @@ impl Names {
         let inode = self.tree().inode_of(ino)?;
         match inode.kind() {
             Kind::Directory => return Err(NamesError::LinkOfDirectory),
-            _ if inode.names == 0 => return Err(NamesError::NotFound),
+            _ if inode.names == 0 && !self.linkable.contains(&ino) => return Err(NamesError::NotFound),
             _ if inode.names >= MOST_LINKS => return Err(NamesError::TooManyLinks),
             _ => {}
         }
         self.check_new_name(parent, name)?;
         self.check_room(entry_bytes(name))?;
         self.record(Record::Named { parent, ino, time: now, name: name.into() })?;
+        self.linkable.remove(&ino);
         self.attr(ino)
     }
 
@@ -366,6 +430,36 @@ impl Names {
             return Err(NamesError::NotEmpty);
         }
         self.remove_name(parent, name, found.ino, now)
+    }
+
+    /// Renames an entry, and leaves a whiteout of this owner and group where it was.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn rename_to_whiteout(
+        &mut self,
+        (parent, name): (u64, &[u8]),
+        to: (u64, &[u8]),
+        how: Rename,
+        (uid, gid): (u32, u32),
+        now: i64,
+    ) -> Result<(), NamesError> {
+        if how == Rename::Exchange {
+            return Err(NamesError::Invalid);
+        }
+        let whiteout = New { kind: NewKind::CharacterDevice(0), mode: 0, uid, gid, umask: 0 };
+        self.check_room(WHITEOUT_BYTES + entry_bytes(name))?;
+        if self.tree().inodes.len() as u64 >= MOST_INODES {
+            return Err(NamesError::NoSpace);
+        }
+        let moved = self.entry(parent, name)?;
+        self.rename((parent, name), to, how, now)?;
+        // Two names of one inode: nothing was renamed.
+        if self.lookup(parent, name).is_ok_and(|found| found.ino == moved.ino) {
+            return Ok(());
+        }
+        let ino = self.make(parent, whiteout, Some(name), now)?;
+        self.record(Record::Named { parent, ino, time: now, name: name.into() })
     }
 
     /// Renames an entry.
@@ -442,8 +536,15 @@ impl Names {
             Some(SetTime::Now) => now,
             Some(SetTime::To(time)) => time.max(i64::MIN + 1),
         };
+        let mode = set.mode.unwrap_or(before.mode) & Attributes::MODE;
+        if let Some(access) = set.mode.and_then(|mode| self.access_acl(ino, mode)) {
+            self.record(Record::Xattr { ino, name: acl::ACCESS.into(), value: access.to_value().into() })?;
+        }
+        if set.uid.is_some() || set.gid.is_some() {
+            self.drop_capabilities(ino)?;
+        }
         let attributes = Attributes {
-            mode: set.mode.unwrap_or(before.mode) & Attributes::MODE,
+            mode: if set.drops_set_id { without_set_id(mode) } else { mode },
             uid: set.uid.unwrap_or(before.uid),
             gid: set.gid.unwrap_or(before.gid),
             accessed: time(set.accessed, before.accessed),
@@ -451,6 +552,102 @@ impl Names {
             changed: now,
         };
         self.record(Record::Set { ino, attributes })
+    }
+
+    /// The ACL of an inode, as it is with these permission bits. `None`: it has none.
+    fn access_acl(&self, ino: u64, mode: u16) -> Option<Acl> {
+        let access = self.tree().get(ino)?.xattr(acl::ACCESS).and_then(Acl::parse)?;
+        Some(access.with_mode(mode))
+    }
+
+    /// The value of an extended attribute.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn xattr(&self, ino: u64, name: &[u8]) -> Result<&[u8], NamesError> {
+        self.tree().inode_of(ino)?.xattr(name).ok_or(NamesError::NoXattr)
+    }
+
+    /// The names of all extended attributes.
+    ///
+    /// # Errors
+    /// [`NamesError::Stale`].
+    pub fn xattrs(&self, ino: u64) -> Result<impl Iterator<Item = &[u8]>, NamesError> {
+        Ok(self.tree().inode_of(ino)?.xattrs().map(|(name, _)| name))
+    }
+
+    /// Sets an extended attribute. An ACL changes the permission bits as well, and if it says no more than they do, it
+    /// is not kept.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn set_xattr(&mut self, ino: u64, set: SetXattr, now: i64) -> Result<(), NamesError> {
+        let SetXattr { name, mut value, how, drops_set_group_id } = set;
+        let inode = self.tree().inode_of(ino)?;
+        let (kind, mut attributes) = (inode.kind(), Attributes { changed: now, ..inode.attributes });
+        let namespace = namespace(&name)?;
+        let before = inode.xattr(&name).map(|before| xattr_bytes(&name, before));
+        match how {
+            SetXattrHow::Create if before.is_some() => return Err(NamesError::Exists),
+            SetXattrHow::Replace if before.is_none() => return Err(NamesError::NoXattr),
+            _ => {}
+        }
+        let mut is_kept = true;
+        if let Namespace::AccessAcl | Namespace::DefaultAcl = namespace {
+            let list = Acl::parse(&value).ok_or(NamesError::Invalid)?;
+            match (namespace, kind) {
+                (_, Kind::Symlink) => return Err(NamesError::XattrNamespace),
+                (Namespace::DefaultAcl, Kind::Directory) => {}
+                (Namespace::DefaultAcl, _) => return Err(NamesError::DefaultAcl),
+                _ => {
+                    is_kept = !list.is_only_mode();
+                    attributes.mode = attributes.mode & !0o777 | list.mode();
+                    if drops_set_group_id {
+                        attributes.mode &= !SET_GROUP_ID;
+                    }
+                }
+            }
+            value = list.to_value().into();
+        }
+        if is_kept {
+            let none = Xattrs::default();
+            if inode.xattrs.as_deref().unwrap_or(&none).bytes_with(&name, &value) > MOST_XATTR_BYTES {
+                return Err(NamesError::XattrsTooLong);
+            }
+            let bytes = xattr_bytes(&name, &value);
+            self.check_room_if(
+                bytes.saturating_sub(before.unwrap_or(0)),
+                before.is_some_and(|before| bytes <= before),
+            )?;
+            self.record(Record::Xattr { ino, name, value })?;
+        } else if before.is_some() {
+            self.record(Record::NoXattr { ino, name })?;
+        }
+        self.record(Record::Set { ino, attributes })
+    }
+
+    /// Removes an extended attribute.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn remove_xattr(&mut self, ino: u64, name: &[u8], now: i64) -> Result<(), NamesError> {
+        namespace(name)?;
+        self.xattr(ino, name)?;
+        let attributes = Attributes { changed: now, ..self.tree().inode_of(ino)?.attributes };
+        self.record(Record::NoXattr { ino, name: name.into() })?;
+        self.record(Record::Set { ino, attributes })
+    }
+
+    /// Before the contents of a file change, or its owner: what it was permitted to do as a program does not hold for
+    /// another one.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn drop_capabilities(&mut self, ino: u64) -> Result<(), NamesError> {
+        match self.xattr(ino, CAPABILITIES) {
+            Ok(_) => self.record(Record::NoXattr { ino, name: CAPABILITIES.into() }),
+            Err(_) => Ok(()),
+        }
     }
 
     /// The size of a file, and the clusters that it has of these ones.
@@ -865,6 +1062,22 @@ impl View {
         self.tree.target(ino)
     }
 
+    /// The value of an extended attribute.
+    ///
+    /// # Errors
+    /// [`NamesError`].
+    pub fn xattr(&self, ino: u64, name: &[u8]) -> Result<&[u8], NamesError> {
+        self.inode_or_removed(ino)?.xattr(name).ok_or(NamesError::NoXattr)
+    }
+
+    /// The names of all extended attributes.
+    ///
+    /// # Errors
+    /// [`NamesError::Stale`].
+    pub fn xattrs(&self, ino: u64) -> Result<impl Iterator<Item = &[u8]>, NamesError> {
+        Ok(self.inode_or_removed(ino)?.xattrs().map(|(name, _)| name))
+    }
+
     /// Entries of a directory behind a position, until `each` says `false`.
     ///
     /// # Errors
@@ -890,196 +1103,31 @@ impl View {
 
 const _: () = assert!(ROOT == 1); // as FUSE has it
 
-// Everything that the names are, written into the other area a part at a time while they change.
-//
-// It goes through the inodes in the order of their numbers. A change of what it has passed is written into it as well,
-// in its turn; a change of what it has not passed will be found there. So at its end it is what the names are.
-
-/// Bytes of records after which a frame of the image ends.
-const FRAME_BYTES: usize = 4 << 10;
-
-/// Whole blocks of the image are written when they have so many bytes.
-pub(super) const CHUNK_BYTES: usize = 64 << 10;
-
-/// An image that is being written.
-#[derive(Clone, Debug)]
-pub(super) struct Image {
-    pub(super) area: Area,
-    log: Log,
-    /// Records of the next frame, and their bytes.
-    records: Vec<Record>,
-    bytes: usize,
-    /// Inodes before this one have been passed.
-    at: u64,
-    /// If this inode was begun: its entries, or clusters, before this one have been passed.
-    part: Option<u64>,
-}
-
-impl Image {
-    pub(super) fn new(geometry: Geometry, area: Area, lap: u64) -> Image {
-        Image { area, log: Log::new(geometry, area, lap), records: Vec::new(), bytes: 0, at: 0, part: None }
-    }
-
-    /// Whether an inode's attributes have been passed.
-    fn has(&self, ino: u64) -> bool {
-        ino < self.at || (ino == self.at && self.part.is_some())
-    }
-
-    /// Up to which entry or cluster an inode has been passed.
-    fn passed(&self, ino: u64) -> u64 {
-        match self.part {
-            _ if ino < self.at => u64::MAX,
-            Some(part) if ino == self.at => part,
-            _ => 0,
-        }
-    }
-
-    /// What to write of this change, before it is carried out; and the inodes whose attributes must be written after.
-    pub(super) fn change(&mut self, tree: &Tree, record: &Record) -> Vec<u64> {
-        match record {
-            Record::Named { parent, ino, name, .. } | Record::Unnamed { parent, ino, name, .. } => {
-                let key = match tree.get(*parent).map(|inode| &inode.body) {
-                    Some(Body::Directory(directory)) => directory.key(name).unwrap_or(u64::MAX),
-                    _ => u64::MAX,
-                };
-                if key < self.passed(*parent) {
-                    self.put(record.clone());
-                    return Vec::new();
-                }
-                [*parent, *ino].into_iter().filter(|ino| self.has(*ino)).collect()
-            }
-            Record::Mapped { ino, run } => {
-                let end = run.clusters().end.min(self.passed(*ino));
-                if end > run.first.into() {
-                    let run = Run { count: (end - u64::from(run.first)) as u32, ..*run };
-                    self.put(Record::Mapped { ino: *ino, run });
-                }
-                Vec::new()
-            }
-            Record::Unmapped { ino, first, count } => {
-                let end = (u64::from(*first) + u64::from(*count)).min(self.passed(*ino));
-                if end > u64::from(*first) {
-                    let count = (end - u64::from(*first)) as u32;
-                    self.put(Record::Unmapped { ino: *ino, first: *first, count });
-                }
-                Vec::new()
-            }
-            Record::Gone { ino } | Record::Set { ino, .. } | Record::Sized { ino, .. } if self.has(*ino) => {
-                self.put(record.clone());
-                Vec::new()
-            }
-            _ => Vec::new(),
-        }
-    }
-
-    /// These inodes have other attributes now.
-    pub(super) fn set(&mut self, tree: &Tree, inodes: Vec<u64>) {
-        for ino in inodes {
-            if let Some(inode) = tree.get(ino) {
-                self.put(Record::Set { ino, attributes: inode.attributes });
-            }
-        }
-    }
-
-    fn put(&mut self, record: Record) {
-        self.bytes += record.bytes();
-        self.records.push(record);
-        if self.bytes >= FRAME_BYTES {
-            self.end_frame();
-        }
-    }
-
-    fn end_frame(&mut self) {
-        if !self.records.is_empty() {
-            self.log.append(&self.records);
-            self.records.clear();
-            self.bytes = 0;
-        }
-    }
-
-    /// Writes about this number of bytes of what follows. Returns whether nothing follows.
-    pub(super) fn step(&mut self, tree: &Tree, bytes: u64) -> bool {
-        let end = self.written() + bytes;
-        while self.written() < end {
-            let Some((ino, inode)) = tree.inodes.range(self.at..).next() else { return true };
-            let ino = *ino;
-            let part = match self.part {
-                Some(part) if ino == self.at => part,
-                _ => {
-                    (self.at, self.part) = (ino, Some(0));
-                    self.begin(ino, tree);
-                    0
-                }
-            };
-            let next = match &inode.body {
-                Body::Directory(directory) => {
-                    let next = directory.after(part.saturating_sub(1)).next();
-                    next.map(|(key, entry)| {
-                        let (ino, name) = (entry.ino, entry.name.clone());
-                        (Record::Named { parent: self.at, ino, time: NO_TIME, name }, key + 1)
-                    })
-                }
-                Body::File { runs, .. } => {
-                    let next = runs.within(part..u64::MAX).next();
-                    next.map(|run| (Record::Mapped { ino, run }, run.clusters().end))
-                }
-                _ => None,
-            };
-            match next {
-                Some((record, part)) => {
-                    self.put(record);
-                    self.part = Some(part);
-                }
-                None => (self.at, self.part) = (ino + 1, None),
-            }
-        }
-        false
-    }
-
-    /// Writes what an inode is, without what is in it.
-    fn begin(&mut self, ino: u64, tree: &Tree) {
-        let Some(inode) = tree.get(ino) else { return };
-        let target = match &inode.body {
-            Body::Symlink(target) => target.clone(),
-            _ => Box::default(),
-        };
-        self.put(Record::Made { ino, kind: inode.kind(), attributes: inode.attributes, target });
-        if let Body::File { size: size @ 1.., .. } = inode.body {
-            self.put(Record::Sized { ino, size, time: NO_TIME });
-        }
-    }
-
-    fn written(&self) -> u64 {
-        self.log.at() + self.bytes as u64
-    }
-
-    /// Whether an area has no room for much more of it. Then it is begun again.
-    pub(super) fn is_too_long(&self) -> bool {
-        self.log.room() < 2 * super::log::MOST_FRAME_BYTES as u64
-    }
-
-    /// Blocks that can be written now; `None` until they are some.
-    pub(super) fn take(&mut self) -> Option<BlocksToWrite> {
-        (self.log.whole_bytes() >= CHUNK_BYTES).then(|| self.log.take(true))
-    }
-
-    /// The image is complete: its last blocks, the log behind it whose next frame has this number, and the head with
-    /// which it is used.
-    pub(super) fn finish(mut self, tree: &Tree, head: &Head, number: u64) -> (BlocksToWrite, Log, Head) {
-        self.end_frame();
-        self.log.append(&[Record::Complete { next: tree.next }]);
-        let blocks = self.log.take(false);
-        let image_bytes = self.log.at();
-        self.log.continue_at(number);
-        let head = Head { area: self.area, lap: head.last_lap, image_bytes, first: number, ..*head };
-        (blocks, self.log, head)
-    }
-}
-
 // What can be done to names, as POSIX and Linux say it. Each is checked first, and changes everything or
 // nothing. Permissions are the kernel's.
 
 const SET_GROUP_ID: u16 = 0o2000;
+
+const SET_USER_ID: u16 = 0o4000;
+
+/// Permissions of a file that was changed by one who may not leave its set-id bits. Without execution by the group, the
+/// bit for the group means something else.
+fn without_set_id(mode: u16) -> u16 {
+    let group = if mode & GROUP_EXECUTES != 0 { SET_GROUP_ID } else { 0 };
+    mode & !(SET_USER_ID | group)
+}
+
+const GROUP_EXECUTES: u16 = 0o010;
+
+/// Bytes of a whiteout in an image, without its name: no more than these.
+const WHITEOUT_BYTES: u64 = 128;
+
+/// What an extended attribute is for. The name is checked.
+fn namespace(name: &[u8]) -> Result<Namespace, NamesError> {
+    let namespace = Namespace::of(name).ok_or(NamesError::XattrNamespace)?;
+    let is_empty = [&b"user."[..], b"trusted.", b"security."].contains(&name);
+    if is_xattr_name(name) && !is_empty { Ok(namespace) } else { Err(NamesError::Invalid) }
+}
 
 /// Clusters that a file gets at a time: so many new runs fit a frame.
 pub const MOST_ALLOCATED: u64 = 256;

@@ -34,7 +34,7 @@ pub fn formatted(cluster: &Cluster) -> (Arc<Volume>, Files) {
 }
 
 pub fn make(files: &Files, name: &str) -> u64 {
-    let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0 };
+    let new = New { kind: NewKind::File, mode: 0o600, uid: 0, gid: 0, umask: 0 };
     wait(|done| files.create(ROOT, name.as_bytes(), new, false, done)).unwrap().ino
 }
 

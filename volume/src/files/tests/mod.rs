@@ -33,7 +33,7 @@ fn wait<T: Send + 'static>(ask: impl FnOnce(Box<dyn FnOnce(Result<T>) + Send>)) 
 }
 
 fn new(kind: NewKind) -> New {
-    New { kind, mode: 0o640, uid: 1, gid: 2 }
+    New { kind, mode: 0o640, uid: 1, gid: 2, umask: 0 }
 }
 
 fn formatted(blocks: u64) -> Arc<Memory> {
