@@ -284,7 +284,8 @@ fn there_and_back(scene: &Scene) {
     }
     println!("fail-overs: {}", done["fail_overs"]);
     let (url, token) = (scene.nodes[0].url(), scene.stage.token.display().to_string());
-    let words = ["cluster", "status", "--server", &url, "--token-file", &token];
+    let source = scene.sources[0].address.to_string();
+    let words = ["cluster", "status", "--server", &url, "--token-file", &token, "--sources", &source];
     let status = ends(&mut scene.stage.start(Some(&scene.host), &words), 0);
     says(&status, &[&format!("{SHARDS} shards are served by {SHARDS} "), &format!("replicas: {SHARDS} ")]);
     writer.wait_for(WRITES);
