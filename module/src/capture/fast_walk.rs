@@ -47,8 +47,14 @@ const TRIAL_COLLECTION_BYTES_MAX: usize = 64 << 10;
 /// Why the fast walk is not offered.
 pub(super) fn checked(context: &Context<'_>) -> Result<FastServer, CaptureError> {
     let server = fast::offer_walk(context).map_err(CaptureError::NoFastWalk)?;
-    let trial = in_child(context, TRIAL_LIMIT, || compare(context, &server.in_trial()));
-    trial.map_err(|why| CaptureError::NoFastWalk(format!("a trial in a forked child failed: {why}")))?;
+    // Each in a child of its own: one leaves changed data behind in its copy.
+    let shapes = fast::try_shapes(context, server);
+    let trial = shapes.and_then(|()| in_child(context, TRIAL_LIMIT, |_| compare(context, &server.in_trial())));
+    trial.map_err(|trouble| {
+        let why = format!("a trial in a forked child failed: {trouble}");
+        fast::mark(context, &trouble, &why);
+        CaptureError::NoFastWalk(why)
+    })?;
     Ok(server)
 }
 
