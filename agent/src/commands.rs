@@ -150,7 +150,7 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
         Command::Switch(args) => crate::switch::run(args).await,
         Command::Migrate(args) => crate::migrate::run(args, global).await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,
-        Command::Module(args) => crate::tools::module(&args),
+        Command::Module(args) => crate::tools::module(&args).await,
         Command::Token(args) => crate::tools::token(&args),
         // Servers and clients of volumes, and mounts, catch signals themselves.
         Command::Fetch(args) => crate::snapshot::fetch::run(args).await,

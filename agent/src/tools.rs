@@ -3,14 +3,21 @@
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use remora_layout::search::{self, SearchError, Wanted};
+use remora_layout::{folder, folder::FolderError};
 use rustix::fs::OFlags;
 
-use crate::args::{self, GenerateArgs, Generated, ModuleArgs, ModuleQuestion, TokenAction, TokenCommandArgs};
+use crate::args::{
+    self, GenerateArgs, Generated, LayoutArgs, ModuleArgs, ModuleQuestion, TokenAction, TokenCommandArgs,
+};
 use crate::conversation::Identity;
 use crate::exit::Failure;
 use crate::progress;
+use crate::signals::until_signal;
 
 // New tokens: `remora token new`.
 
@@ -70,19 +77,75 @@ const TOKEN_BYTES: usize = 32;
 /// The mode of a new token file: its owner alone reads and writes it.
 const MODE: u32 = 0o600;
 
-// Where the server module's library is: `remora module path`, and `remora source --load-module`.
+// The server's module: where its library is, and layouts for it.
 
 /// Runs `remora module`.
 ///
 /// # Errors
-/// The library is not found, or stdout cannot be written.
-pub fn module(args: &ModuleArgs) -> Result<(), Failure> {
-    match args.question {
+/// The library is not found, no layout is found or it cannot be kept, or stdout cannot be written.
+pub async fn module(args: &ModuleArgs) -> Result<(), Failure> {
+    match &args.question {
         ModuleQuestion::Path => {
             let path = remora_server::module::library().map_err(|error| Failure::local(error.to_string()))?;
             progress::print_line(&path.display().to_string())
         }
+        ModuleQuestion::Layout(args) => layout(args).await,
     }
+}
+
+/// Runs `remora module layout`.
+async fn layout(args: &LayoutArgs) -> Result<(), Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut searching = {
+        let (args, stop) = (args.clone(), stop.clone());
+        tokio::task::spawn_blocking(move || search_layout(&args, &stop))
+    };
+    let ended = |error| Failure::local(format!("the search ended: {error}"));
+    let found = async { (&mut searching).await.map_err(ended)? };
+    let outcome = until_signal(found, ": nothing was kept").await;
+    if outcome.is_err() {
+        // The server that it has started must not stay behind: it is asked between two steps of the search.
+        stop.store(true, Relaxed);
+        if !searching.is_finished() {
+            let _ = searching.await;
+        }
+    }
+    let layout = outcome?;
+    let path = folder::keep(&args.layouts, &layout.build, &layout.text).map_err(|error| match error {
+        FolderError::Io { .. } => Failure::local(error.to_string()),
+        _ => Failure::refused(error.to_string()),
+    })?;
+    progress::print_line(&format!(
+        "{} ({}), family {}: functions named by {}\nkept in {}",
+        layout.server,
+        layout.build,
+        layout.family.name(),
+        layout.names.words(),
+        path.display()
+    ))
+}
+
+fn search_layout(args: &LayoutArgs, stop: &AtomicBool) -> Result<search::Layout, Failure> {
+    // One program is server, checker of files and more, by the name by which it is called, and its file may have any of
+    // them: Debian's redis-server is a link to redis-check-rdb. So it is called as the running server was.
+    let (program, called) = match (&args.program, args.pid) {
+        (Some(program), _) => (program.clone(), None),
+        (None, Some(pid)) => {
+            let link = PathBuf::from(format!("/proc/{pid}/exe"));
+            let name = std::fs::read_link(&link)
+                .and_then(|_| std::fs::read_to_string(format!("/proc/{pid}/comm")))
+                .map_err(|error| Failure::local(format!("the program of process {pid} cannot be found: {error}")))?;
+            (link, Some(name.trim_end().into()))
+        }
+        (None, None) => return Err(Failure::local("neither --program nor --pid was given".to_owned())),
+    };
+    let wanted = Wanted { program: &program, called, debug_file: args.debug_file.as_deref(), stop };
+    search::find(&wanted).map_err(|error| match error {
+        SearchError::Names(_) | SearchError::Version(_) | SearchError::Differs { .. } | SearchError::Places(_) => {
+            Failure::refused(format!("no layout for {}: {error}", program.display()))
+        }
+        _ => Failure::local(format!("no layout for {}: {error}", program.display())),
+    })
 }
 
 // Shell completions and man pages, made from the definition of the command line, so that they always agree with it.

@@ -4,9 +4,10 @@
 // Stands alone: the list of what `ffi` gives to the rest of the crate.
 
 pub(crate) use crate::ffi::{
-    AddError, AuxLoad, BATCH, Command, CommandFilter, Context, Cursor, EventHandler, FastServer, FilterId, Flag,
-    FoundKey, FoundValue, InfoSection, Informer, Io, Key, KeyHash, KeyKind, LogLevel, Module, Number, OwnContext,
-    OwnedStr, Scratch, ServerInfo, Step, StrRef, Timer, TimerId, Words, in_child, register_aux, warm,
+    AddError, Adding, AuxLoad, BATCH, Command, CommandFilter, Context, Cursor, EventHandler, FastServer, FilterId,
+    Flag, FoundKey, FoundValue, Functions, InfoSection, Informer, Io, Key, KeyHash, KeyKind, LogLevel, Module, Number,
+    OwnContext, OwnedStr, Scratch, ServerInfo, Shape, Step, Steps, StrRef, Timer, TimerId, Trouble, Words, in_child,
+    register_aux, warm,
 };
 
 /// `REDISMODULE_EVENT_REPLICATION_ROLE_CHANGED`.

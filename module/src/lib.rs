@@ -90,7 +90,8 @@ impl Module for Remora {
             return refuse(context, "the server already has a type named RemoraRef");
         }
         let layouts = arguments.iter().skip_while(|argument| argument.as_bytes() != LAYOUT).nth(1);
-        fast::identify(context, layouts.and_then(StrRef::as_str));
+        let folder = arguments.iter().skip_while(|argument| argument.as_bytes() != LAYOUTS).nth(1);
+        fast::identify(context, layouts.and_then(StrRef::as_str), folder.and_then(StrRef::as_str));
         context.log(LogLevel::Notice, concat!("remora ", env!("CARGO_PKG_VERSION"), " is ready"));
         true
     }
@@ -113,6 +114,9 @@ const CAPTURE_ONLY: &[u8] = b"capture-only";
 
 /// An argument of `MODULE LOAD`: the path of a file with the layout of one more build of a server follows.
 const LAYOUT: &[u8] = b"layout";
+
+/// An argument of `MODULE LOAD`: the folder follows with the layouts that `remora module layout` has found.
+const LAYOUTS: &[u8] = b"layouts";
 
 /// The ACL category: an operator grants all commands with `+@remora`, on servers with categories of modules (Redis 7.4,
 /// Valkey 8).
@@ -150,6 +154,7 @@ impl Informer for Remora {
         section.number(c"sweep_keys", sweeps.keys);
         section.text(c"sweep_error", &sweeps.error);
         section.text(c"fast_keys", &fast::state());
+        section.text(c"fast_keys_layout", fast::origin());
         section.text(c"load_state", load::state());
         section.number(c"loads", load::COUNTS.loads.load(Relaxed));
         section.number(c"loaded_keys", load::COUNTS.keys.load(Relaxed));

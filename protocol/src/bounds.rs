@@ -59,13 +59,15 @@ pub const MAX_REPLICAS: usize = 1024;
 ///
 /// Versions, newest first:
 ///
+/// - 6: `REMORA.LOAD` answers `verify`: whether the module wants to look at what it has loaded before the snapshot
+///   ends.
 /// - 5: runs have small collections among their strings; `fast_keys` and `fast_capture` are `yes`, or `no` and why.
 /// - 4: `REMORA.LOAD` answers whether the module takes runs of short strings (`fast_keys`), and `REMORA.STATUS` whether
 ///   its fork child writes them (`fast_capture`).
 /// - 3: `REMORA.LOAD` answers names and values (`idle_times`) where it answered `OK` or `OK NOIDLE`.
 /// - 2: the fork child writes long strings only, and asks for permission before it begins.
 /// - 1: the fork child writes the whole snapshot.
-pub const MODULE_PROTOCOL: u32 = 5;
+pub const MODULE_PROTOCOL: u32 = 6;
 
 // The encodings of a replication id: 40 digits in lower case, and nothing else.
 

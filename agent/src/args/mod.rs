@@ -50,7 +50,7 @@ pub use self::sentinel::SentinelArgs;
 pub use self::server::{ServerArgs, TlsArgs};
 pub use self::source::{CapturedArgs, FastKeys, SourceArgs, TuneArgs, WalkArgs};
 pub use self::tools::{
-    ConfigAction, ConfigArgs, GenerateArgs, Generated, LoadArgs, ModuleArgs, ModuleQuestion, TokenAction,
+    ConfigAction, ConfigArgs, GenerateArgs, Generated, LayoutArgs, LoadArgs, ModuleArgs, ModuleQuestion, TokenAction,
     TokenCommandArgs, ValueType,
 };
 pub use self::volume::{
@@ -221,7 +221,7 @@ pub enum Command {
     #[command(about = "Fill a server with test data")]
     #[allow(missing_docs)]
     Load(LoadArgs),
-    #[command(about = "Print the path of the module for servers")]
+    #[command(about = "The module for servers: its path, and layouts of builds")]
     #[allow(missing_docs)]
     Module(ModuleArgs),
     #[command(about = "Make the secret that a source and its replicas share")]

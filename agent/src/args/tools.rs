@@ -239,14 +239,67 @@ pub struct ModuleArgs {
 }
 
 /// The subcommands of `remora module`.
-#[derive(Clone, Copy, Debug, Subcommand)]
+#[derive(Clone, Debug, Subcommand)]
 pub enum ModuleQuestion {
     /// Print the path of the library, for `loadmodule` in a server's configuration, or `MODULE LOAD`.
     Path,
+    /// Find out where a build of a server keeps its tables, and keep it for the module, which then loads small values
+    /// fast in that build too.
+    #[command(long_about = LAYOUT_ABOUT, after_long_help = layout_help())]
+    Layout(LayoutArgs),
+}
+
+/// The arguments of `remora module layout`.
+#[derive(Clone, Debug, Args)]
+pub struct LayoutArgs {
+    /// The server's program, or a script that becomes it by `exec`.
+    #[arg(long, value_name = "PATH", required_unless_present = "pid", conflicts_with = "pid")]
+    pub program: Option<PathBuf>,
+
+    /// A running server, for its program. Its data are not looked at, and it does not notice.
+    #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
+    pub pid: Option<u32>,
+
+    /// The file with the debug information of that program, as distributions offer it, where the program itself does
+    /// not name its functions.
+    #[arg(long, value_name = "FILE")]
+    pub debug_file: Option<PathBuf>,
+
+    /// The folder in which the result is kept. The module looks there, or in the folder that its argument `layouts`
+    /// names.
+    #[arg(long, value_name = "FOLDER", default_value = remora_layout::folder::DEFAULT)]
+    pub layouts: PathBuf,
+}
+
+const LAYOUT_ABOUT: &str = "\
+Find out where a build of a server keeps its tables, for the module's fast keys.
+
+Remora knows some builds by heart. For another one of a version that it knows, this command starts the program twice by itself, at a \
+socket in a folder of its own, fills it with a few thousand keys, and searches its memory for them. The result is kept by the program's \
+build id. The module finds it there: a server that has loaded the module already needs no restart. It tries what was found in a forked \
+child, and checks the first load, before it relies on it.
+
+What the file says becomes code of the server. The module refuses a file that others than root and the server's user can change, by \
+itself or by a folder above it.";
+
+fn layout_help() -> String {
+    format!(
+        "\
+Examples:
+  The servers' program of this host:
+    remora module layout --program /usr/local/bin/redis-server
+  The program of a running server, whatever has become of the file:
+    remora module layout --pid \"$(pidof valkey-server)\"
+  A program without names, with the file of its package for debugging:
+    remora module layout --program /usr/bin/valkey-server --debug-file /usr/lib/debug/.build-id/a5/0d68.debug
+
+{}",
+        exit::help_table(&[Code::Usage, Code::Refused, Code::Local, Code::Interrupted])
+    )
 }
 
 const MODULE_ABOUT: &str = "\
-Print the path of the module for servers.
+Print the path of the module for servers, or prepare it for a build of a server.
 
 A server with libremora_module.so writes its snapshot at a fraction of the cost, and loads one without a socket in between. Without \
 the module everything works too, but slower. Remora looks for the library beside this program, and then in ../lib/remora.";
@@ -259,6 +312,8 @@ Examples:
     loadmodule /usr/lib/remora/libremora_module.so
   Into a running server that allows it (enable-module-command):
     redis-cli MODULE LOAD \"$(remora module path)\"
+  For fast keys in a build that Remora does not know by heart:
+    remora module layout --program /usr/local/bin/redis-server
 
 {}",
         exit::help_table(&[Code::Usage, Code::Local])

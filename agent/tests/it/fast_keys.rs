@@ -1,10 +1,16 @@
 //! Fast keys: the primary's fork child writes small values out of its own tables, the replica's server adds them many at
 //! a time, and the result is as exact as without.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use remora_lab::server::Program;
 use remora_lab::{Kind, Server, assert_same_data, fill_every_type, require};
 
 use crate::kit::{LONG, Source, load, primary, steady_writer, syncs};
-use crate::module::{exact_method as method, with_module};
+use crate::module::{exact_method as method, with_module, with_module_and};
 
 /// Far from now, in milliseconds since 1970.
 const FAR_MS: u64 = 4_102_444_800_000;
@@ -275,5 +281,163 @@ fn a_primary_whose_table_grows_is_copied_exactly() {
             let copied = number_of(&primary, "rdb_last_cow_size");
             assert!(copied > 0, "{kind}: the server does not say what its child copied");
         }
+    }
+}
+
+// Builds that are in no list: their layouts are found by `remora module layout`.
+
+/// A copy of the kind's program with bytes behind its end: it has the same build id, and a SHA-256 that nobody knows.
+fn unlisted(kind: Kind, folder: &Path) -> Program {
+    let running = Server::start(kind).unwrap();
+    let exe = Path::new("/proc").join(running.pid().to_string()).join("exe");
+    let program = folder.join(kind.binary().unwrap().file_name().unwrap());
+    let mut bytes = fs::read(exe).unwrap();
+    bytes.extend_from_slice(b"a build that no list has");
+    fs::write(&program, bytes).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    Program::at(program).unwrap()
+}
+
+fn remora_module_layout(layouts: &Path, more: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_remora"));
+    command.args(["module", "layout", "--layouts"]).arg(layouts).args(more);
+    command.output().unwrap()
+}
+
+/// A whole sync with two servers of a build that is in no list: both ends find the layout that the command has kept.
+#[test]
+fn servers_whose_layout_was_found_are_copied_exactly() {
+    for kind in require::kinds() {
+        let folder = tempfile::tempdir().unwrap();
+        let (program, layouts) = (unlisted(kind, folder.path()), folder.path().join("layouts"));
+        let words = format!("layouts {}", layouts.display());
+        let primary = with_module_and(kind, &words).program(&program).start().unwrap();
+        let loading = || Server::builder(kind).program(&program).module(&words).unwrap().start().unwrap();
+        fill(&primary);
+        // Nobody has looked for it yet: the sync is exact, and the status says why it has no fast keys.
+        {
+            let replica = loading();
+            let source = Source::start(&primary, &["--memory", "64MiB"]);
+            let mut agent = source.replica(&replica, &["--stay"]);
+            let status =
+                source.wait_for_status("the replica to stay", |status| status["replicas"][0]["phase"] == "stay");
+            for why in [&status["replicas"][0]["no_fast_keys"], &status["generation"]["no_fast_keys"]] {
+                let why = why.as_str().unwrap();
+                assert!(why.contains("this build of the server is not known"), "{kind}: {why}");
+            }
+            agent.kill().unwrap();
+        }
+        // By the running server, which needs no restart.
+        let found = remora_module_layout(&layouts, &["--pid", &primary.pid().to_string()]);
+        let said = String::from_utf8_lossy(&found.stdout).into_owned();
+        assert!(found.status.success(), "{said}{}", String::from_utf8_lossy(&found.stderr));
+        assert!(said.contains("the table of dynamic symbols") && said.contains("kept in"), "{said}");
+        let replica = loading();
+        let mut source = Source::start(&primary, &["--memory", "64MiB", "--slot-size", "1MiB"]);
+        let writer = steady_writer(&primary);
+        writer.wait_for(1000);
+        let agent = source.replicate(&replica, &[]);
+        writer.wait_for(1000);
+        writer.stop().unwrap();
+        assert!(method(&mut source).starts_with("the module, fast keys"), "{}", source.agent.output());
+        assert_same_data(&primary, &replica);
+        let state = ["remora_fast_keys", "remora_fast_keys_layout"].map(|name| replica.fact(name).unwrap());
+        assert_eq!(state, ["yes", "found, verified"], "{}", agent.output());
+        assert!(number_of(&replica, "remora_loaded_keys") > 20_000);
+    }
+}
+
+#[test]
+fn a_layout_of_what_is_no_server_or_of_an_unknown_version_is_refused_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |more: &[&str], code: i32, why: &str| {
+        let output = remora_module_layout(folder.path(), more);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(code), "{said}");
+        assert!(said.contains(why), "{said}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is kept");
+    };
+    refused(&["--program", "/bin/false"], 8, "/bin/false does not run as a server");
+    refused(&["--program", "/nonexistent"], 8, "No such file");
+    refused(&["--pid", "4194305"], 8, "the program of process 4194305 cannot be found");
+    refused(&[], 2, "--program");
+    // In a folder that others can write.
+    for kind in require::kinds() {
+        let open = tempfile::tempdir().unwrap();
+        fs::set_permissions(open.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        let program = kind.binary().unwrap();
+        let output = remora_module_layout(open.path(), &["--program", &program.display().to_string()]);
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.contains("others may write it (mode 0777)"), "{said}");
+    }
+}
+
+mod by_command {
+    use super::*;
+
+    /// Folders with servers, or servers, with colons between.
+    const SERVERS: &str = "REMORA_SERVERS";
+
+    /// The table of docs/reference/versions.md: for each program, fast keys by a layout that is found, in a whole sync,
+    /// or why there are none.
+    #[test]
+    #[ignore = "needs servers: make test-matrix"]
+    fn layouts_of_many_versions() {
+        let given = std::env::var(SERVERS).unwrap_or_else(|_| ".cache/servers/versions".into());
+        let root = remora_lab::server::project_root();
+        let mut programs: Vec<Program> = Vec::new();
+        for place in given.split(':').map(|place| root.join(place)) {
+            programs.extend(Program::all(&place).unwrap());
+            // Programs whose names end with their version.
+            for file in place.read_dir().into_iter().flatten().map(|file| file.unwrap().path()) {
+                let is_program = file.metadata().unwrap().permissions().mode() & 0o111 != 0 && file.is_file();
+                if is_program && !file.to_string_lossy().ends_with("-server") {
+                    programs.extend(Program::at(file));
+                }
+            }
+        }
+        assert!(!programs.is_empty(), "{given} has no server");
+        let mut differs = Vec::new();
+        for program in &programs {
+            let name = format!("{} {:?} {}", program.family(), program.version(), program.path().display());
+            match row(program) {
+                Ok(text) => println!("{name}: {text}"),
+                Err(text) => {
+                    println!("{name}: DIFFERS: {text}");
+                    differs.push(name);
+                }
+            }
+        }
+        assert!(differs.is_empty(), "{differs:?}");
+    }
+
+    /// What the row says; an error if an end does not do what the command has said.
+    fn row(program: &Program) -> Result<String, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let layouts = folder.path().join("layouts");
+        let found = remora_module_layout(&layouts, &["--program", &program.path().display().to_string()]);
+        if !found.status.success() {
+            let said = String::from_utf8_lossy(&found.stderr).into_owned();
+            return Ok(format!("no layout: {}", said.trim().replace('\n', " ")));
+        }
+        let found = String::from_utf8_lossy(&found.stdout).lines().next().unwrap_or_default().to_owned();
+        let (kind, words) = (program.kind(), format!("layouts {}", layouts.display()));
+        let primary = match with_module_and(kind, &words).program(program).start() {
+            Ok(primary) => primary,
+            Err(error) => return Ok(format!("{found}; the server loads no module: {error}")),
+        };
+        let replica = Server::builder(kind).program(program).module(&words).unwrap().start().unwrap();
+        fill(&primary);
+        let mut source = Source::start(&primary, &["--memory", "64MiB"]);
+        source.replicate(&replica, &[]);
+        assert_same_data(&primary, &replica);
+        let took = method(&mut source);
+        let [state, from] = ["remora_fast_keys", "remora_fast_keys_layout"].map(|name| replica.fact(name).unwrap());
+        let said = format!(
+            "{found}; capture: {took}; load: {state} ({from}), {} keys",
+            number_of(&replica, "remora_loaded_keys")
+        );
+        let works = took.starts_with("the module, fast keys") && state == "yes";
+        if works { Ok(said) } else { Err(format!("{said}\n{}", replica.log())) }
     }
 }

@@ -19,7 +19,12 @@ use crate::kit::{
 
 /// A primary that has the module.
 pub(crate) fn with_module(kind: Kind) -> Builder {
-    primary(kind).module("").unwrap()
+    with_module_and(kind, "")
+}
+
+/// A primary that has the module, with these arguments.
+pub(crate) fn with_module_and(kind: Kind, words: &str) -> Builder {
+    primary(kind).module(words).unwrap()
 }
 
 /// Options with which the child writes every string, whatever its length.

@@ -47,8 +47,17 @@ const TRIAL_COLLECTION_BYTES_MAX: usize = 64 << 10;
 /// Why the fast walk is not offered.
 pub(super) fn checked(context: &Context<'_>) -> Result<FastServer, CaptureError> {
     let server = fast::offer_walk(context).map_err(CaptureError::NoFastWalk)?;
-    let trial = in_child(context, TRIAL_LIMIT, || compare(context, &server.in_trial()));
-    trial.map_err(|why| CaptureError::NoFastWalk(format!("a trial in a forked child failed: {why}")))?;
+    // One fork for both: that of a large server takes a while. What tries the functions changes the data of its copy, and
+    // so comes last.
+    let trial = in_child(context, TRIAL_LIMIT, |steps| {
+        compare(context, &server.in_trial())?;
+        fast::check_shapes(context, &server.in_trial(), steps)
+    });
+    trial.map_err(|trouble| {
+        let why = format!("a trial in a forked child failed: {trouble}");
+        fast::mark(context, &trouble, &why);
+        CaptureError::NoFastWalk(why)
+    })?;
     Ok(server)
 }
 

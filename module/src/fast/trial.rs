@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use remora_redis::rdb::{Collection, Content, Record, Value};
 
-use crate::api::{AddError, BATCH, Context, FastServer, KeyKind, OwnedStr, Scratch, in_child};
+use crate::api::{AddError, BATCH, Context, FastServer, KeyKind, OwnedStr, Scratch, Step, Trouble, in_child};
 
 /// How long the child may take: it needs a few hundredths of a second.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -61,8 +61,10 @@ const FAR_MS: u64 = 4_102_444_800_000;
 ///
 /// # Errors
 /// What went wrong.
-pub(super) fn run(context: &Context<'_>, server: FastServer) -> Result<(), String> {
-    in_child(context, LIMIT, || {
+pub(super) fn run(context: &Context<'_>, server: FastServer) -> Result<(), Trouble> {
+    in_child(context, LIMIT, |steps| {
+        super::shapes::check(context, &server.in_trial(), steps)?;
+        steps.begin("the trial of all functions together");
         let scratch = RefCell::new(server.scratch());
         Trial { context, server, scratch }.everything()
     })
@@ -102,6 +104,11 @@ impl Trial<'_> {
         }
         if self.loaded().checked_sub(loaded) != Some(samples.len() as u64) {
             return Err("the server's counter of loaded keys did not follow".into());
+        }
+        // A load only prefetches by the table's size; a walk goes by it.
+        let walked = self.server.in_trial().walk(self.context, 0, |_| Step::Leave);
+        if walked.map(|walked| walked.seen) != Some(samples.len()) {
+            return Err("the layout is wrong: a walk over the table does not find the keys that were added".into());
         }
         self.refuses_a_duplicate(&samples)?;
         samples.iter().try_for_each(|sample| self.is_there(sample))?;
@@ -251,17 +258,8 @@ impl Trial<'_> {
         if deleted { Ok(()) } else { Err(format!("{} could not be deleted", sample.shown())) }
     }
 
-    /// The reply as a text.
     fn command(&self, name: &str, arguments: &[&[u8]]) -> Result<Vec<u8>, String> {
-        let arguments: Vec<_> = arguments.iter().map(|argument| OwnedStr::new(self.context, argument)).collect();
-        let borrowed: Vec<_> = arguments.iter().map(OwnedStr::borrow).collect();
-        let name = std::ffi::CString::new(name).unwrap_or_default();
-        let reply = self.context.call(&name, &borrowed).ok_or("a command had no reply")?;
-        match (reply.error(), reply.integer()) {
-            (Some(error), _) => Err(error),
-            (None, Some(number)) => Ok(number.to_string().into_bytes()),
-            (None, None) => Ok(reply.as_bytes().unwrap_or_default().to_vec()),
-        }
+        super::command(self.context, name, arguments)
     }
 }
 

@@ -40,7 +40,10 @@ pub(crate) use callback::{Command, EventHandler, Timer};
 pub(crate) use context::{Context, LogLevel, OwnContext};
 pub(crate) use dataset::{Cursor, ServerInfo, TimerId};
 pub(crate) use entry::{Flag, InfoSection, Informer, Module, Number};
-pub(crate) use fast::{AddError, BATCH, FastServer, FoundKey, FoundValue, Scratch, Step, in_child};
+pub(crate) use fast::{
+    AddError, Adding, BATCH, FastServer, FoundKey, FoundValue, Functions, Scratch, Shape, Step, Steps, Trouble,
+    in_child,
+};
 pub(crate) use filter::{CommandFilter, FilterId, KeyHash, Words};
 pub(crate) use io::{AuxLoad, Io, register_aux};
 pub(crate) use key::{Key, KeyKind, OwnedStr, StrRef, warm};

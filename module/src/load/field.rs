@@ -123,7 +123,8 @@ fn warn(io: &Io<'_>, text: &str) {
 /// Address and secret of the handover, the ticket in the first field (hexadecimal), length of the memory in bytes.
 /// `FLUSH`: empty the server, whose data are about to be replaced in any case. The reply has names and values:
 /// `idle_times` is `yes` if the module can set the idle times of keys, and `no` if keys with idle times must come over
-/// the link; `fast_keys` is `yes` if the module takes runs of small values, or `no` and why.
+/// the link; `fast_keys` is `yes` if the module takes runs of small values, or `no` and why; `verify` is `yes` if it
+/// wants to look at what was loaded ([`Word::Verify`]) before the snapshot ends.
 pub(crate) struct Load;
 
 impl Command for Load {
@@ -136,8 +137,9 @@ impl Command for Load {
         match arm(context, arguments) {
             Ok(fast_keys) => {
                 let idle_times = if sets_idle_times(context) { "yes" } else { "no" };
-                let fast_keys = fast_keys.map_or_else(|why| format!("no: {why}"), |()| "yes".to_owned());
-                let answers = [("idle_times", idle_times), ("fast_keys", fast_keys.as_str())];
+                let verify = if fast_keys == Ok(true) { "yes" } else { "no" };
+                let fast_keys = fast_keys.map_or_else(|why| format!("no: {why}"), |_| "yes".to_owned());
+                let answers = [("idle_times", idle_times), ("fast_keys", fast_keys.as_str()), ("verify", verify)];
                 context.reply_array(2 * answers.len());
                 for (name, value) in answers {
                     context.reply_bytes(name.as_bytes());
@@ -184,8 +186,8 @@ const TAKE_LIMIT: Duration = Duration::from_secs(1);
 /// minutes.
 const BEGIN_LIMIT_MILLIS: u64 = 10 * 60 * 1000;
 
-/// Returns whether the module takes runs, or why not.
-fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<Result<(), String>, LoadError> {
+/// Returns whether the module takes runs, and then whether that load must be verified; or why not.
+fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<Result<bool, String>, LoadError> {
     let wanted = Wanted::parse(arguments).ok_or(LoadError::Arguments)?;
     if context.flags().is_cluster() {
         return Err(LoadError::Cluster);
@@ -203,7 +205,7 @@ fn arm(context: &Context<'_>, arguments: &[StrRef<'_>]) -> Result<Result<(), Str
     let own = OwnContext::new(context);
     make_ready(&own, wanted.flush)?;
     let fast = fast::offer(&own);
-    let fast_keys = fast.as_ref().map(drop).map_err(String::clone);
+    let fast_keys = fast.as_ref().map(|offer| offer.verify).map_err(String::clone);
     let how = fast.as_ref().map_or_else(|why| format!("without fast keys: {why}"), |_| "with fast keys".to_owned());
     let timer = context.set_timer::<Expired>(BEGIN_LIMIT_MILLIS, 0);
     let strings = Strings::new(view, fast.ok());

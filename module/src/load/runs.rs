@@ -8,6 +8,7 @@ use remora_redis::rdb::reference::{RUN_BYTES_MAX, RUN_VALUES_BELOW};
 use remora_redis::rdb::{Collection, Content, Record, Records, Value};
 
 use crate::api::{AddError, BATCH, Context, FastServer, Scratch};
+use crate::fast::{self, Offer, Sample};
 
 /// Why a run can't be added.
 #[derive(Debug, thiserror::Error)]
@@ -18,6 +19,8 @@ pub(super) enum RunError {
     NotRecords { at: usize, length: u32 },
     #[error(transparent)]
     Add(#[from] AddError),
+    #[error("what was loaded in the fast way is not as it should be: {0}")]
+    Differs(String),
     #[error("the snapshot refers to memory outside what was handed over: {0}")]
     Memory(#[from] remora_fabric::memory::Error),
 }
@@ -25,14 +28,30 @@ pub(super) enum RunError {
 /// Adds runs.
 pub(super) struct Runs {
     server: Option<(FastServer, Scratch)>,
+    /// Of a load that must be verified.
+    sample: Option<Sample>,
     buffer: Vec<u8>,
 }
 
 impl Runs {
     /// `server`: its functions, if the fast way was offered.
-    pub(super) fn new(server: Option<FastServer>) -> Runs {
-        let server = server.map(|server| (server, server.scratch()));
-        Runs { server, buffer: Vec::new() }
+    pub(super) fn new(offer: Option<Offer>) -> Runs {
+        let sample = offer.is_some_and(|offer| offer.verify).then(Sample::new);
+        let server = offer.map(|offer| (offer.functions, offer.functions.scratch()));
+        Runs { server, sample, buffer: Vec::new() }
+    }
+
+    /// Compares a sample of what was loaded with what the server has, if this load must be verified.
+    pub(super) fn verify(&mut self, context: &Context<'_>) -> Result<(), RunError> {
+        let (Some((server, _)), Some(sample)) = (&self.server, self.sample.take()) else { return Ok(()) };
+        match sample.verify(context, *server) {
+            Ok(()) => fast::verified(context),
+            Err(trouble) => {
+                fast::failed(context, &trouble);
+                return Err(RunError::Differs(trouble.to_string()));
+            }
+        }
+        Ok(())
     }
 
     /// Where the last value is that the server has made.
@@ -63,6 +82,9 @@ impl Runs {
                 break;
             }
             server.add(context, scratch, database, &batch)?;
+            if let Some(sample) = &mut self.sample {
+                sample.note(database, &batch);
+            }
             keys += batch.len() as u64;
             bytes += batch.iter().map(|record| value_bytes(&record.value)).sum::<u64>();
         }

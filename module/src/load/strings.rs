@@ -6,7 +6,8 @@ use remora_fabric::View;
 use remora_redis::rdb::{Usage, reference::Word};
 
 use super::runs::{RunError, Runs};
-use crate::api::{Context, FastServer, Key, OwnedStr, warm};
+use crate::api::{Context, Key, OwnedStr, warm};
+use crate::fast::Offer;
 
 /// Why a word can't be executed.
 #[derive(Debug, thiserror::Error)]
@@ -60,7 +61,7 @@ struct Open {
 }
 
 impl Strings {
-    pub(super) fn new(memory: View, fast: Option<FastServer>) -> Strings {
+    pub(super) fn new(memory: View, fast: Option<Offer>) -> Strings {
         Strings {
             memory,
             open: None,
@@ -91,6 +92,7 @@ impl Strings {
                 Ok(())
             }
             Word::Piece { offset, length } => self.piece(context, offset, u64::from(length)),
+            Word::Verify => Ok(self.runs.verify(context)?),
             Word::Run { database, offset, length } => {
                 if let Some(open) = &self.open {
                     return Err(StringError::Unfinished { missing: open.length - open.filled });

@@ -14,7 +14,7 @@ use crate::primary::{END, LONG, Primary, Shown, fields, layout, library, wait_fo
 const FAR_MS: u64 = 4_102_444_800_000;
 
 /// The magic of a snapshot, without a field.
-fn magic(kind: Kind) -> Vec<u8> {
+pub(crate) fn magic(kind: Kind) -> Vec<u8> {
     let mut bytes = Writer::new(if kind == Kind::Redis7 { 10 } else { 11 }).finish();
     bytes.truncate(bytes.len() - END.len());
     bytes
@@ -119,7 +119,7 @@ fn whole(bytes: &[u8]) -> Vec<&[u8]> {
 }
 
 /// The words for these records, which are at that offset of the memory.
-fn runs(database: u32, records: &[u8], offset: usize) -> Vec<Word<'static>> {
+pub(crate) fn runs(database: u32, records: &[u8], offset: usize) -> Vec<Word<'static>> {
     let (mut words, mut at) = (Vec::new(), 0);
     while at < records.len() {
         let window = &records[at..records.len().min(at + RUN_BYTES_MAX as usize)];
@@ -156,7 +156,7 @@ fn load_fast(server: &Server, parts: &[(u32, Vec<u8>)]) {
 }
 
 /// The server loads the parts by itself.
-fn load_plainly(server: &Server, parts: &[(u32, Vec<u8>)]) {
+pub(crate) fn load_plainly(server: &Server, parts: &[(u32, Vec<u8>)]) {
     let mut primary = Primary::of(server);
     primary.send(&magic(server.kind()));
     for (database, records) in parts {
@@ -167,7 +167,7 @@ fn load_plainly(server: &Server, parts: &[(u32, Vec<u8>)]) {
     wait_for_link(server, "up");
 }
 
-fn answer(reply: &Frame, name: &str) -> String {
+pub(crate) fn answer(reply: &Frame, name: &str) -> String {
     let Frame::Array(items) = reply else { panic!("{reply:?}") };
     let found = items.chunks(2).find(|pair| pair[0].as_bytes() == Some(name.as_bytes())).unwrap();
     String::from_utf8_lossy(found[1].as_bytes().unwrap()).into_owned()
@@ -362,7 +362,7 @@ fn a_damaged_collection_fails_the_load_and_does_not_harm_the_server() {
 }
 
 /// What `REMORA.LOAD` answers, and the state that INFO then shows.
-fn offered(server: &Server) -> (String, String) {
+pub(crate) fn offered(server: &Server) -> (String, String) {
     let shown = Shown::of(b"any");
     let _primary = Primary::of(server);
     let reply = shown.offered_to(server, &[]).unwrap();

@@ -5,6 +5,7 @@ mod asserting;
 mod capture;
 mod defragmenting;
 mod fast;
+mod found;
 mod load;
 mod primary;
 mod sweep;

@@ -19,6 +19,7 @@
 //! | 2 Text | database 4, expires 8 (-1: never), usage kind 1 (0 none, 1 idle, 2 frequency) and value 8, length of the value 8, of the key 2, key |
 //! | 3 Piece | offset 8, length 4 |
 //! | 4 Run | database 4, offset 8, length 4 |
+//! | 5 Verify | |
 
 use super::{OPCODE_MODULE_AUX, Text, Usage};
 
@@ -83,6 +84,9 @@ pub enum Word<'a> {
         /// Number of bytes, from 1 to [`RUN_BYTES_MAX`].
         length: u32,
     },
+    /// Everything was referred to. The module compares a sample with what the server has, and counts the field only if
+    /// they agree. Only for a server whose module wants that.
+    Verify,
 }
 
 impl Word<'_> {
@@ -130,6 +134,7 @@ impl Word<'_> {
                 out.extend_from_slice(&offset.to_le_bytes());
                 out.extend_from_slice(&length.to_le_bytes());
             }
+            Word::Verify => out.push(VERIFY),
         }
     }
 }
@@ -177,6 +182,7 @@ impl<'a> Reader<'a> {
             TEXT => self.text(),
             PIECE => Ok(Word::Piece { offset: self.u64()?, length: u32::from_le_bytes(self.array()?) }),
             RUN => self.run(),
+            VERIFY => Ok(Word::Verify),
             _ => Err(WordError::Damaged("a word of an unknown kind")),
         }
     }
@@ -259,6 +265,7 @@ const HELLO: u8 = 1;
 const TEXT: u8 = 2;
 const PIECE: u8 = 3;
 const RUN: u8 = 4;
+const VERIFY: u8 = 5;
 
 #[cfg(test)]
 mod tests {
@@ -273,7 +280,7 @@ mod tests {
     fn any_word() -> impl Strategy<Value = (u8, [u8; 16], Vec<u8>, u32, u64, Option<u32>, Option<(bool, u8)>)> {
         let key = proptest::collection::vec(any::<u8>(), 0..50);
         (
-            0..4_u8,
+            0..5_u8,
             any::<[u8; 16]>(),
             key,
             any::<u32>(),
@@ -296,7 +303,8 @@ mod tests {
                     usage: usage.map(|(idle, n)| if idle { Usage::Idle(n.into()) } else { Usage::Frequency(n) }),
                 },
                 2 => Word::Piece { offset: *length, length: *number },
-                _ => Word::Run { database: *number, offset: *length, length: *number % RUN_BYTES_MAX + 1 },
+                3 => Word::Run { database: *number, offset: *length, length: *number % RUN_BYTES_MAX + 1 },
+                _ => Word::Verify,
             }).collect();
             let mut bytes = Vec::new();
             drawn.iter().for_each(|word| word.encode(&mut bytes));

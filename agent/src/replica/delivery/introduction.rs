@@ -45,6 +45,8 @@ pub(crate) struct Answer {
     pub(crate) idle_times: bool,
     /// Whether it takes runs of small values (fast keys), or why not.
     pub(crate) fast_keys: Result<(), String>,
+    /// Whether it wants to look at what it has loaded, before the snapshot ends.
+    pub(crate) verify: bool,
 }
 
 /// How long the server may take to fetch the descriptors: it gets the command at once, but may be busy.
@@ -102,6 +104,7 @@ impl Introduction {
             Some("no") => false,
             _ => return Err(format!("REMORA.LOAD was answered by {frame:?}, which does not say idle_times")),
         };
-        Ok(Answer { idle_times, fast_keys: yes_or_why(field(&frame, b"fast_keys").as_deref()) })
+        let fast_keys = yes_or_why(field(&frame, b"fast_keys").as_deref());
+        Ok(Answer { idle_times, fast_keys, verify: field(&frame, b"verify").as_deref() == Some("yes") })
     }
 }

@@ -335,6 +335,8 @@ pub(super) struct ReferencedPayload {
     /// Parts that have been written: the second is the greeting.
     parts: u64,
     began: Instant,
+    /// The module wants to look at what it has loaded, and was not told to yet.
+    verify: bool,
 }
 
 /// A slot, and when it is used up.
@@ -397,8 +399,8 @@ impl ReferencedPayload {
         let whole = if matches!(first.place, Place::View(_)) { WHOLE_SLOTS * u64::from(first.length) } else { 0 };
         let abilities = Abilities { idle_times: answer.idle_times, runs: answer.fast_keys.is_ok() };
         let plan = ReferencePlan::new(shown.ticket, abilities, whole);
-        let (tally, lent) = (shown.tally, VecDeque::new());
-        let mut payload = ReferencedPayload { mark, plan, tally, lent, taken: 0, parts: 0, began: now };
+        let (tally, lent, verify) = (shown.tally, VecDeque::new(), answer.verify);
+        let mut payload = ReferencedPayload { mark, plan, tally, lent, taken: 0, parts: 0, began: now, verify };
         payload.take(first)?;
         Ok(payload)
     }
@@ -458,7 +460,12 @@ impl ReferencedPayload {
         if self.has_part() {
             return Ok(self.write_part(link)?.map_or(Turn::Nothing, Turn::Wrote));
         }
-        if fetched && self.lent.is_empty() && self.plan.part().is_none() {
+        if fetched && self.lent.is_empty() && std::mem::take(&mut self.verify) {
+            self.plan.verify();
+            return Ok(self.write_part(link)?.map_or(Turn::Nothing, Turn::Wrote));
+        }
+        let is_counted = self.tally.done() >= self.plan.fields();
+        if fetched && is_counted && self.lent.is_empty() && self.plan.part().is_none() {
             let mut end = self.plan.finish().map_err(WriteError::Module)?;
             end.extend_from_slice(&self.mark);
             return Ok(Turn::Whole(end));

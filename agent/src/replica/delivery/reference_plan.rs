@@ -194,6 +194,12 @@ impl ReferencePlan {
         self.fields + u64::from(self.open.is_some())
     }
 
+    /// Plans the field by which the module looks at what it has loaded. Nothing but the end follows.
+    pub(super) fn verify(&mut self) {
+        Word::Verify.encode(&mut self.words);
+        self.flush_words();
+    }
+
     /// Bytes that are referred to.
     pub(super) fn referred(&self) -> u64 {
         self.referred
@@ -542,6 +548,7 @@ mod tests {
                                     }
                                     assert_eq!(records.taken(), run.len());
                                 }
+                                Word::Verify => panic!("this module does not want it"),
                                 Word::Text { database, key, length, .. } => {
                                     assert!(open.is_none());
                                     open = Some((database, key.to_vec(), length, Vec::new()));

@@ -11,11 +11,14 @@
 //!
 //! The rule that every SAFETY comment here relies on, besides those of `ffi`:
 //!
-//! - **The build rule.** A [`FastServer`] exists only for a program whose version and SHA-256 are those of a layout
-//!   (`crate::fast::layout`). Offsets and signatures were taken from that build's own sources and compiler, and a
-//!   forked child has tried them before the first use in the server itself.
+//! - **The build rule.** A [`FastServer`] exists only for a program whose version and SHA-256 are those of a listed
+//!   layout, or whose version and build id are those of a layout that only root and the server's own user can write
+//!   (`crate::fast::layout`). The offsets were found in that build, the signatures are those of its family's sources,
+//!   and a forked child has called every function with known arguments, and tried everything together, before the
+//!   first use in the server itself.
 
 mod rio;
+mod shapes;
 mod symbols;
 mod trial;
 mod walk;
@@ -28,8 +31,10 @@ use remora_redis::rdb::{COLLECTION_TYPES, Collection, CollectionError, Content, 
 use super::context::Context;
 use crate::fast::layout::{Layout, Offsets};
 use rio::{Rio, Sink, Source};
+pub(crate) use shapes::{Adding, Shape};
+pub(crate) use symbols::Functions;
 use symbols::{Common, Database, Dicts, DictsOnly, Object, Own, Sds, Symbols, Valkey, ValkeyOnly};
-pub(crate) use trial::in_child;
+pub(crate) use trial::{Steps, Trouble, in_child};
 use walk::{BUCKET_BYTES, bucket_of, candidates, is_embedded};
 pub(crate) use walk::{FoundKey, FoundValue, Step};
 
@@ -67,10 +72,14 @@ impl FastServer {
     ///
     /// # Errors
     /// The name of a function that is missing.
-    pub(crate) fn of_build(context: &Context<'_>, layout: &Layout) -> Result<FastServer, &'static str> {
-        // SAFETY: A layout comes only from `Layout::find`, for the version and the SHA-256 of this program (the build
-        // rule), and names the family of that build, whose sources have these signatures.
-        let symbols = unsafe { Symbols::look_up(context, layout.family) }?;
+    pub(crate) fn of_build(
+        context: &Context<'_>,
+        layout: &Layout,
+        functions: &Functions,
+    ) -> Result<FastServer, &'static str> {
+        // SAFETY: A layout comes only from `Layout::listed`, `given` and `found`, for this program (the build rule),
+        // and names the family of that build, whose sources have these signatures.
+        let symbols = unsafe { Symbols::look_up(context, layout.family, functions) }?;
         Ok(FastServer { symbols, at: layout.at, in_trial: false })
     }
 

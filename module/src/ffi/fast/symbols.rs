@@ -1,8 +1,10 @@
 //! The server's own functions that are no part of its module API, looked up by name in the running program.
 //!
-//! Servers are linked so that modules can bind to every function (`-rdynamic`). What a function takes is not published:
-//! so these are looked up for exact builds only, whose sources say what they take (`crate::fast::layout`).
+//! Servers are linked so that modules can bind to every function (`-rdynamic`). Of one that is not, a layout says where
+//! they are. What a function takes is not published: so these are looked up only where a layout says of which family
+//! the build is (`crate::fast::layout`), and a child calls each of them first (`shapes`).
 
+use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_longlong, c_uint, c_ulong, c_void};
 use std::ptr::NonNull;
 
@@ -11,6 +13,14 @@ use libloading::os::unix::Library;
 use super::super::context::Context;
 use super::rio::Rio;
 use crate::fast::layout::Family;
+
+/// Where the program has its functions.
+pub(crate) enum Functions {
+    /// It shows them.
+    Shown,
+    /// At these addresses, all of them in the program's code, and the state among its variables.
+    At(BTreeMap<String, usize>),
+}
 
 /// `sds`: the first byte of a string whose length stands before it.
 pub(super) type Sds = *mut c_char;
@@ -28,16 +38,19 @@ macro_rules! symbols {
         }
 
         impl $name {
+            #[cfg(test)]
+            pub(super) const NAMES: &[&str] = &[$($symbol),*];
+
             /// # Errors
             /// The name of the first function that this program does not show.
             ///
             /// # Safety
             /// In this program the function of each name, if there is one, has the signature that is written here.
-            unsafe fn look_up(program: &Library) -> Result<$name, &'static str> {
+            unsafe fn look_up(program: &Functions) -> Result<$name, &'static str> {
                 Ok($name {
                     $(
                         // SAFETY: `$type` is the type of a pointer to the function of this name, by the caller.
-                        $field: unsafe { find::<$type>(program, concat!($symbol, "\0")) }.ok_or($symbol)?,
+                        $field: unsafe { find::<$type>(program, $symbol) }.ok_or($symbol)?,
                     )*
                 })
             }
@@ -169,55 +182,83 @@ impl Symbols {
     ///
     /// # Safety
     /// The running program is a build of that family whose functions have the signatures written here.
-    pub(super) unsafe fn look_up(_context: &Context<'_>, family: Family) -> Result<Symbols, &'static str> {
-        let program = Library::this();
+    pub(super) unsafe fn look_up(
+        _context: &Context<'_>,
+        family: Family,
+        program: &Functions,
+    ) -> Result<Symbols, &'static str> {
         // SAFETY: Guaranteed by the caller.
-        let common = unsafe { Common::look_up(&program) }?;
+        let common = unsafe { Common::look_up(program) }?;
         let own = match family {
             Family::Redis7 => {
                 // SAFETY: Guaranteed by the caller.
-                let only = DictsOnly::Redis7(unsafe { Redis7Only::look_up(&program) }?);
+                let only = DictsOnly::Redis7(unsafe { Redis7Only::look_up(program) }?);
                 // SAFETY: Guaranteed by the caller.
-                Own::Dicts(unsafe { Dicts::look_up(&program) }?, only)
+                Own::Dicts(unsafe { Dicts::look_up(program) }?, only)
             }
             Family::Redis8 | Family::Valkey80 => {
                 // SAFETY: Guaranteed by the caller.
-                let only = unsafe { StoresOnly::look_up(&program) }?;
+                let only = unsafe { StoresOnly::look_up(program) }?;
                 let only = if family == Family::Redis8 { DictsOnly::Redis8(only) } else { DictsOnly::Valkey8(only) };
                 // SAFETY: Guaranteed by the caller.
-                Own::Dicts(unsafe { Dicts::look_up(&program) }?, only)
+                Own::Dicts(unsafe { Dicts::look_up(program) }?, only)
             }
             Family::Valkey8 => {
                 // SAFETY: Guaranteed by the caller.
-                let only = ValkeyOnly::Eight(unsafe { Valkey8Only::look_up(&program) }?);
+                let only = ValkeyOnly::Eight(unsafe { Valkey8Only::look_up(program) }?);
                 // SAFETY: Guaranteed by the caller.
-                Own::Valkey(unsafe { Valkey::look_up(&program) }?, only)
+                Own::Valkey(unsafe { Valkey::look_up(program) }?, only)
             }
             Family::Valkey9 => {
                 // SAFETY: Guaranteed by the caller.
-                let only = ValkeyOnly::Nine(unsafe { Valkey9Only::look_up(&program) }?);
+                let only = ValkeyOnly::Nine(unsafe { Valkey9Only::look_up(program) }?);
                 // SAFETY: Guaranteed by the caller.
-                Own::Valkey(unsafe { Valkey::look_up(&program) }?, only)
+                Own::Valkey(unsafe { Valkey::look_up(program) }?, only)
             }
         };
         // SAFETY: The address of a variable; a pointer has the size of a pointer.
-        let state = unsafe { find::<NonNull<u8>>(&program, "server\0") }.ok_or("server")?;
+        let state = unsafe { find::<NonNull<u8>>(program, "server") }.ok_or("server")?;
         Ok(Symbols { common, own, state })
     }
 }
 
-/// The address of that zero-terminated name, as a pointer type.
+/// The address of that name, as a pointer type.
 ///
 /// # Safety
 /// `F` is the type of a pointer to what has that name in this program.
-unsafe fn find<F: Copy>(program: &Library, name: &str) -> Option<F> {
+unsafe fn find<F: Copy>(program: &Functions, name: &str) -> Option<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>(), "a pointer") };
-    // SAFETY: The symbol is only taken as an address; nothing is called or read here.
-    let symbol = unsafe { program.get::<*mut c_void>(name.as_bytes()) }.ok()?;
-    let address = symbol.as_raw_ptr();
+    let address = match program {
+        // SAFETY: The symbol is only taken as an address; nothing is called or read here.
+        Functions::Shown => unsafe { Library::this().get::<*mut c_void>(name.as_bytes()) }.ok()?.as_raw_ptr(),
+        Functions::At(addresses) => std::ptr::with_exposed_provenance_mut(*addresses.get(name)?),
+    };
     if address.is_null() {
         return None;
     }
     // SAFETY: The same size (asserted above), not null, and of this type as guaranteed by the caller.
     Some(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The finder writes down where all of these are.
+    #[test]
+    fn the_names_of_each_family_are_those_that_a_layout_has() {
+        for family in Family::ALL {
+            let own: &[&[&str]] = match family {
+                Family::Redis7 => &[Dicts::NAMES, Redis7Only::NAMES],
+                Family::Redis8 | Family::Valkey80 => &[Dicts::NAMES, StoresOnly::NAMES],
+                Family::Valkey8 => &[Valkey::NAMES, Valkey8Only::NAMES],
+                Family::Valkey9 => &[Valkey::NAMES, Valkey9Only::NAMES],
+            };
+            let mut used = [&["server"], Common::NAMES, &own.concat()].concat();
+            let mut listed = family.functions();
+            used.sort_unstable();
+            listed.sort_unstable();
+            assert_eq!(used, listed, "{family:?}");
+        }
+    }
 }

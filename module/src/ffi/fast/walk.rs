@@ -244,7 +244,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                     (COLLECTION_FIRST..=COLLECTION_LAST | STREAM, _) => FoundValue::Collection,
                     _ => continue,
                 };
-                let expires_ms = expire.then(|| own.expiry(expiries, entry.key)).flatten();
+                let expires_ms = expire.then(|| own.expiry_in(expiries, entry.key)).flatten();
                 let key = sds_bytes(entry.key);
                 if self.show(&FoundKey { key, value, expires_ms, server, object: entry.object }) {
                     entry.is_taken = true;
@@ -307,7 +307,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                     (COLLECTION_FIRST..=COLLECTION_LAST | STREAM, _) => FoundValue::Collection,
                     _ => continue,
                 };
-                let (key, expires_ms) = (sds_bytes(own.key_of(entry.object)), own.expiry(entry.object));
+                let (key, expires_ms) = (sds_bytes(own.key_of(entry.object)), own.expiry_of(entry.object));
                 if self.show(&FoundKey { key, value, expires_ms, server, object: entry.object }) {
                     entry.is_taken = true;
                     taken += 1;
@@ -414,12 +414,12 @@ const LAST_POSITION_OFF: u8 = 0b011_1111;
 const BUCKET_ENTRIES_AT: usize = 8;
 
 /// The type of a value, in the low bits of its head.
-fn kind(object: Object) -> u8 {
+pub(super) fn kind(object: Object) -> u8 {
     // SAFETY: A value of a table: it begins with type, encoding and age.
     (unsafe { read::<u8>(object.cast_const().cast(), 0) }) & 0xF
 }
 
-fn encoding(object: Object) -> u8 {
+pub(super) fn encoding(object: Object) -> u8 {
     // SAFETY: As in `kind`.
     (unsafe { read::<u8>(object.cast_const().cast(), 0) }) >> 4
 }
@@ -433,6 +433,16 @@ pub(super) fn is_embedded(object: Object) -> bool {
 fn value_address(object: Object) -> *mut c_void {
     // SAFETY: A value of a table has at least 16 bytes.
     unsafe { read(object.cast_const().cast(), VALUE_AT) }
+}
+
+/// The text of a string, or the digits of its number. `None`: it is another value.
+pub(super) fn text_of(object: Object, only: Option<&ValkeyOnly>) -> Option<Vec<u8>> {
+    let value = value_address(object);
+    match (kind(object), encoding(object)) {
+        (STRING, NUMBER) => Some((value as i64).to_string().into_bytes()),
+        (STRING, _) => Some(sds_bytes(only.map_or(value.cast(), |only| only.value_of(object))).to_vec()),
+        _ => None,
+    }
 }
 
 /// Requests the bytes of a value. Where the value is embedded, what is read as its address is some of its bytes, for
@@ -458,7 +468,7 @@ const LINE_BYTES: usize = 64;
 const SDS_HEAD_BYTES_MAX: usize = 17;
 
 /// The bytes of a string of the server. The byte before them says how long the head is that has their number.
-fn sds_bytes<'w>(sds: Sds) -> &'w [u8] {
+pub(super) fn sds_bytes<'w>(sds: Sds) -> &'w [u8] {
     let first: *const u8 = sds.cast_const().cast();
     // SAFETY: A string of the server: flags stand before its first byte.
     let flags = unsafe { read::<u8>(first.wrapping_sub(1), 0) };
@@ -490,31 +500,31 @@ impl FastServer {
 }
 
 impl Dicts {
-    fn expiry(&self, expiries: *mut c_void, key: Sds) -> Option<i64> {
+    pub(super) fn expiry_in(&self, expiries: *mut c_void, key: Sds) -> Option<i64> {
         // SAFETY: A table that exists, and a key; it is only looked up.
         let entry = unsafe { (self.find)(expiries, key.cast()) };
         // SAFETY: An entry of the table of expiries has a number behind its key.
         (!entry.is_null()).then(|| unsafe { read::<i64>(entry.cast_const().cast(), ENTRY_VALUE_AT) })
     }
 
-    fn idle_milliseconds(&self, object: Object) -> u64 {
+    pub(super) fn idle_milliseconds(&self, object: Object) -> u64 {
         // SAFETY: A value of a table; it is only read.
         unsafe { (self.idle)(object) }
     }
 
-    fn frequency(&self, object: Object) -> u8 {
+    pub(super) fn frequency(&self, object: Object) -> u8 {
         // SAFETY: A value of a table; it is only read.
         u8::try_from(unsafe { (self.frequency)(object) }).unwrap_or(u8::MAX)
     }
 }
 
 impl Valkey {
-    fn key_of(&self, object: Object) -> Sds {
+    pub(super) fn key_of(&self, object: Object) -> Sds {
         // SAFETY: A value of a table of keys, which embeds its key.
         unsafe { (self.key)(object) }
     }
 
-    fn expiry(&self, object: Object) -> Option<i64> {
+    pub(super) fn expiry_of(&self, object: Object) -> Option<i64> {
         // SAFETY: A value of a table.
         let expiry = unsafe { (self.expiry)(object) };
         (expiry != NEVER).then_some(expiry)
@@ -531,7 +541,7 @@ impl ValkeyOnly {
         }
     }
 
-    fn idle_seconds(&self, object: Object) -> u64 {
+    pub(super) fn idle_seconds(&self, object: Object) -> u64 {
         match self {
             // SAFETY: A value of a table; it is only read.
             ValkeyOnly::Eight(eight) => (unsafe { (eight.idle)(object) }) / 1000,
@@ -540,7 +550,7 @@ impl ValkeyOnly {
         }
     }
 
-    fn frequency(&self, object: Object) -> u8 {
+    pub(super) fn frequency(&self, object: Object) -> u8 {
         match self {
             // SAFETY: A value of a table; it is only read.
             ValkeyOnly::Eight(eight) => u8::try_from(unsafe { (eight.frequency)(object) }).unwrap_or(u8::MAX),

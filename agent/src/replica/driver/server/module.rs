@@ -175,7 +175,7 @@ impl Keeper {
         let answer = introduction.perform(client).await;
         let answer = answer.map(|answer| match self.args.fast_keys {
             FastKeys::Auto => answer,
-            FastKeys::Off => Answer { fast_keys: Err("--fast-keys is off".into()), ..answer },
+            FastKeys::Off => Answer { fast_keys: Err("--fast-keys is off".into()), verify: false, ..answer },
         });
         let why = match &answer {
             Ok(answer) => answer.fast_keys.as_ref().err(),
