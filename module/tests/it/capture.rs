@@ -64,7 +64,7 @@ fn a_status_has_names_and_values_and_help_names_every_command() {
         let status = client.list(&["REMORA.STATUS"]).unwrap();
         let pairs: Vec<(&str, &str)> =
             status.chunks(2).map(|pair| (pair[0].as_str().unwrap(), pair[1].as_str().unwrap())).collect();
-        assert!(pairs.contains(&("state", "idle")) && pairs.contains(&("protocol", "5")), "{pairs:?}");
+        assert!(pairs.contains(&("state", "idle")) && pairs.contains(&("protocol", "6")), "{pairs:?}");
         let help = client.list(&["REMORA.HELP"]).unwrap();
         let help: Vec<&str> = help.iter().filter_map(|line| line.as_str()).collect();
         for command in ["REMORA.ARM", "REMORA.DISARM", "REMORA.STATUS", "REMORA.HELP", "remora.capture"] {
