@@ -58,6 +58,24 @@ pub enum Mutation {
     TurnKept,
     /// The first source that has the right history serves, also one beside a server that stands still.
     FirstSourceKept,
+    /// `remora switch` promotes a server that is behind the one that has stepped down.
+    BehindPromoted,
+    /// What the old primary held a moment before it stepped down is taken for what it held then.
+    OldOffsetBelieved,
+    /// The new server is promoted before the old primary has stepped down.
+    PromotedFirst,
+    /// A switch that fails leaves the old primary a replica.
+    TakeBackForgotten,
+    /// A switch that fails leaves the pause of writes.
+    ReleaseForgotten,
+    /// The old primary is made one again although the order to promote the new one may have arrived.
+    TakenBackAfterPromotion,
+    /// A switch that goes on where another has ended makes the old one the primary, whatever the new one holds.
+    AheadTakenBack,
+    /// An old primary that has forgotten its new role is left as it is.
+    ForgottenRoleLeft,
+    /// What a former switch has sent is carried out while another one goes on.
+    PredecessorHeard,
 }
 
 thread_local! {

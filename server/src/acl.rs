@@ -72,7 +72,10 @@ impl Task {
             Self::Ready => "+ping +info",
             Self::Plan => "+ping +info",
             Self::Cluster => "+ping +info +cluster|info +cluster|nodes",
-            Self::Switch => "+ping +info +failover +config|get +pubsub|numsub",
+            Self::Switch => {
+                "+ping +info +replicaof +multi +exec +client|pause +client|unpause +client|list +client|kill \
+                 +client|setname +client|id +config|get +pubsub|numsub"
+            }
             Self::Sentinel => "+ping +sentinel|get-master-addr-by-name +sentinel|replicas +sentinel|master",
         }
     }
@@ -105,9 +108,9 @@ impl Task {
                  +cluster|forget +readonly on all nodes"
             }
             Self::Switch => {
-                "+failover at the old primary only; without +pubsub|numsub it is not known whether Sentinels watch it; for \
-                 --close-clients: +client|kill there; for --rewrite-config: +config|rewrite on both; +client|pause \
-                 +client|unpause +replicaof, where the new primary does not answer"
+                "on both servers; +multi +exec +client|pause +client|unpause at the old primary only; without +client|list \
+                 +client|kill +client|setname +client|id what a switch that was ended has sent may be carried out late; without \
+                 +pubsub|numsub it is not known whether Sentinels watch it; for --rewrite-config: +config|rewrite +multi +exec on both"
             }
             Self::Sentinel => "at the Sentinels; +sentinel|set for --extend-failover-timeout",
             Self::Ready => "on a replica's primary too, unless --link-only is given",

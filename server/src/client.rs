@@ -318,6 +318,28 @@ impl Client {
         Ok(frames)
     }
 
+    /// Has the server carry out these commands as one transaction, and returns the answer to each.
+    ///
+    /// # Errors
+    /// The server has carried out none of them; or the connection failed, and it is not known whether it has.
+    pub async fn transaction(&mut self, commands: &[&[&str]]) -> Result<Vec<Result<Frame, ServerError>>, ServerError> {
+        let mut pipeline = Pipeline::default();
+        let all = [&[&["MULTI"][..]], commands, &[&["EXEC"][..]]].concat();
+        all.iter().for_each(|command| pipeline.push(command));
+        let names = || all.iter().map(|command| command_name(command));
+        let mut done = None;
+        // The first error of several is the cause of the others.
+        for (frame, name) in self.pipeline(&mut pipeline).await?.into_iter().zip(names()) {
+            done = Some(self.no_error(frame, &name)?);
+        }
+        let answers = match done {
+            Some(Frame::Array(answers)) => answers,
+            other => return Err(self.unexpected("EXEC", &other.unwrap_or(Frame::Null))),
+        };
+        let names = names().skip(1);
+        Ok(answers.into_iter().zip(names).map(|(answer, name)| self.no_error(answer, &name)).collect())
+    }
+
     /// Sends bytes that are encoded commands or a part of one. The caller must call [`Client::receive`] once for each
     /// whole command.
     pub async fn send(&mut self, bytes: &[u8]) -> Result<(), ServerError> {

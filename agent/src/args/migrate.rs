@@ -146,11 +146,11 @@ pub struct SwitchArgs {
 const SWITCH_ABOUT: &str = "\
 Promotes a replica, and makes its primary follow it.
 
-The old primary does it by its own command FAILOVER: it pauses writes, waits until the replica has all of them, becomes a replica \
-itself, and tells the other one to be the primary. At no time do two servers accept writes, and no acknowledged write is lost. The \
-old primary continues at the exact offset, without a full copy. So the same command with --from and --to exchanged is the way back. \
-Until the promotion, a failure changes nothing: writes go on at the old primary. The families and versions of the two may differ \
-(remora migrate).";
+Writes wait at the old primary until the replica has all of them. Then the old primary becomes a replica, and says in the same step \
+which writes it holds; the other one is promoted if it holds exactly these. So there are never two primaries, and no acknowledged \
+write is lost. The old primary continues at the exact offset, without a full copy: the same command with --from and --to exchanged is \
+the way back. Until the promotion, a failure is undone, and writes go on at the old primary. A command that was killed is finished or \
+undone by the same command. The families and versions of the two may differ (remora migrate).";
 
 fn switch_help() -> String {
     format!(

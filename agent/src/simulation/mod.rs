@@ -38,6 +38,8 @@ mod replica_agent;
 mod run;
 mod server;
 mod source_agent;
+#[cfg(test)]
+mod switched;
 mod tables;
 #[cfg(test)]
 mod tests;

@@ -4,6 +4,7 @@ mod attend;
 mod fail_over;
 mod replica;
 mod source;
+mod switch;
 
 use std::time::Duration;
 

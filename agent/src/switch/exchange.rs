@@ -1,0 +1,589 @@
+//! Exchange: in which order two servers change their roles, and what is undone. No I/O and no clock:
+//! [`orders`](super::orders) carries it out, and the simulation has modelled servers in the place of that.
+//!
+//! ```text
+//!   pausing ─▶ catching up ── both at one offset ──▶ stepping down ─▶ comparing ── it has all ──▶ promoting ─▶ following ─▶ Switched
+//!      │           │ not in time, lost, a signal          │ refused      │ not in time, lost          │ refused
+//!      ▼           ▼                                      ▼              ▼                            ▼
+//!   Undone ◀────── writes are released ◀──────────────────┘◀──────── taking back ◀────────────────────┘
+//!
+//!   Open: an order got no answer in time, and may yet be carried out: the same command again finishes it.
+//! ```
+//!
+//! What must hold:
+//! - The new server is promoted only after the old one has stepped down. So there are never two primaries.
+//! - The old one says in the same transaction where it is and steps down: what it has acknowledged ends there. The new
+//!   one is promoted only if it is at exactly that position. So no acknowledged write is lost, also where the pause of
+//!   writes was over before.
+//! - Once an order to promote was sent and not refused, nothing is taken back.
+//! - A run that finds the two between their roles ([`Exchange::resume`]) goes on by the same rule. A server that is at
+//!   the position where the other has stepped down may have been told already: it is promoted. One that is behind it
+//!   cannot have been told.
+//! - An order that got no answer dies with its connection: the next one of a switch to that server closes it there
+//!   ([`closes_predecessors`]).
+
+use std::time::{Duration, Instant};
+
+use remora_base::mutation::Mutation;
+use remora_redis::ReplId;
+
+use crate::server::Role;
+
+/// How often the servers are asked. `INFO replication` costs some tens of microseconds.
+const POLL: Duration = Duration::from_millis(2);
+
+/// The pause before a server that has not answered is asked again.
+const RETRY: Duration = Duration::from_millis(50);
+
+/// How long it is tried to learn whether the old primary has stepped down. Longer than a server's answer may take.
+const STEP_DOWN_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long the promotion is tried. No server takes writes meanwhile, and nothing else can be done.
+const PROMOTE_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long it is tried to make the old one the primary again.
+const TAKE_BACK_LIMIT: Duration = Duration::from_secs(30);
+
+/// Whom a server follows that has stepped down, before the other one is promoted: an address that documents use (RFC
+/// 5737), and that no server has. A run that was ended is known by it.
+pub(crate) const NOWHERE: (&str, u16) = ("192.0.2.1", 1);
+
+/// How long the old primary may be away after the promotion. Clients are led only then.
+const RESTART_LIMIT: Duration = Duration::from_secs(3);
+
+/// How long the old primary may take to continue, after the new one was promoted.
+pub(crate) const FOLLOW_LIMIT: Duration = Duration::from_secs(30);
+
+/// Whether a connection of a switch closes those of former ones at its server. What they have sent and is still on its
+/// way is not carried out then.
+pub(crate) fn closes_predecessors() -> bool {
+    !Mutation::PredecessorHeard.is_active()
+}
+
+/// Which of the two servers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Side {
+    Old,
+    New,
+}
+
+/// How far a server is in which history.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Position {
+    pub(crate) history: ReplId,
+    pub(crate) offset: u64,
+}
+
+impl Position {
+    fn is_before(self, other: Position) -> bool {
+        self.history == other.history && self.offset < other.offset
+    }
+}
+
+/// What a server says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Seen {
+    pub(crate) role: Option<Role>,
+    pub(crate) at: Option<Position>,
+    /// It is a replica in step.
+    pub(crate) is_linked: bool,
+}
+
+/// What a server is told or asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// The old one accepts no writes for `--max-pause`.
+    Pause,
+    Look(Side),
+    /// The old one says where it is, and becomes a replica of [`NOWHERE`]: one transaction. It must not follow the new
+    /// one before that is promoted: a replica in step serves full copies, and one that is behind would take writes
+    /// away.
+    StepDown,
+    /// The old one follows the new one.
+    Follow,
+    /// The new one is to be the primary.
+    Promote,
+    /// The old one is to be the primary again.
+    TakeBack,
+    /// The pause of writes at the old one ends.
+    Release,
+}
+
+impl Order {
+    /// Who gets it.
+    pub(crate) fn to(self) -> Side {
+        match self {
+            Order::Look(side) => side,
+            Order::Promote => Side::New,
+            Order::Pause | Order::StepDown | Order::Follow | Order::TakeBack | Order::Release => Side::Old,
+        }
+    }
+}
+
+/// What became of the last step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    Waited,
+    Done,
+    Seen(Seen),
+    /// The old one has stepped down there; `None` if it does not tell where.
+    SteppedDown(Option<Position>),
+    /// It was not carried out, and will not be.
+    Refused,
+    /// It may have been carried out, or may be yet.
+    Lost,
+}
+
+/// What is to be done next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Do(Order),
+    Wait(Duration),
+    End(End),
+}
+
+/// Why the roles were not changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    NotInTime,
+    Refused(Order),
+    /// This server did not answer.
+    Lost(Side),
+    /// Somebody has changed the servers meanwhile.
+    Changed,
+    Signal,
+}
+
+/// What is not known at the end, or not in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Open {
+    /// Whether the old one has stepped down. The new one is not promoted.
+    StepDown,
+    /// Whether the new one is promoted. The old one has stepped down.
+    Promotion,
+    /// Whether the old one is the primary again. The new one is not promoted.
+    TakeBack,
+    /// Both are replicas, and neither holds what the other does.
+    Apart,
+}
+
+/// What the old one does at the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Follower {
+    InStep,
+    /// Its link is not up in time.
+    NotYet,
+    /// It does not answer.
+    Lost,
+}
+
+/// How it ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The new one is the primary, and no server accepted writes for that long.
+    Switched {
+        pause: Duration,
+        follower: Follower,
+    },
+    /// The old one is the primary. `stepped_down`: as a replica it has refused writes meanwhile.
+    Undone {
+        why: Why,
+        stepped_down: bool,
+    },
+    Open(Open),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Pausing,
+    /// A former run has ended: whether the old one is still a replica, now that nothing of that run is carried out any
+    /// more.
+    Resuming,
+    /// `old`: where the old one was just now; the new one is looked at next.
+    CatchingUp {
+        old: Option<Position>,
+    },
+    SteppingDown {
+        until: Instant,
+        /// An order got no answer.
+        is_uncertain: bool,
+    },
+    /// The old one has stepped down there.
+    Comparing {
+        held: Position,
+        until: Instant,
+    },
+    Promoting {
+        until: Instant,
+        is_uncertain: bool,
+    },
+    TakingBack {
+        why: Why,
+        until: Instant,
+    },
+    /// `end`: none if the new one is the primary.
+    Releasing {
+        end: Option<End>,
+    },
+    Following {
+        until: Instant,
+        /// It has not answered.
+        is_lost: bool,
+    },
+}
+
+/// Two servers on their way to change their roles.
+#[derive(Clone, Debug)]
+pub(crate) struct Exchange {
+    phase: Phase,
+    began: Instant,
+    limit: Duration,
+    /// It began where another run has ended.
+    is_resumed: bool,
+    is_signaled: bool,
+    /// Between the last write of the old one and the promotion.
+    pause: Duration,
+}
+
+impl Exchange {
+    /// Begins with a primary and a replica that is in step. `limit`: how long writes may wait.
+    pub(crate) fn begin(now: Instant, limit: Duration) -> (Exchange, Step) {
+        (Exchange::new(now, limit, Phase::Pausing, false), Step::Do(Order::Pause))
+    }
+
+    /// Begins with an old one that has stepped down: a run has ended before the promotion, or before the old one
+    /// followed.
+    pub(crate) fn resume(now: Instant, limit: Duration) -> (Exchange, Step) {
+        (Exchange::new(now, limit, Phase::Resuming, true), Step::Do(Order::Look(Side::Old)))
+    }
+
+    fn new(began: Instant, limit: Duration, phase: Phase, is_resumed: bool) -> Exchange {
+        Exchange { phase, began, limit, is_resumed, is_signaled: false, pause: Duration::ZERO }
+    }
+
+    /// The command was told to end. Until the old one steps down, that undoes the switch.
+    pub(crate) fn signal(&mut self) {
+        self.is_signaled = true;
+    }
+
+    pub(crate) fn next(&mut self, now: Instant, answer: Answer) -> Step {
+        match self.phase {
+            Phase::Pausing => self.pausing(answer),
+            Phase::Resuming => self.resuming(now, answer),
+            Phase::CatchingUp { old } => self.catching_up(now, old, answer),
+            Phase::SteppingDown { until, is_uncertain } => self.stepping_down(now, until, is_uncertain, answer),
+            Phase::Comparing { held, until } => self.comparing(now, held, until, answer),
+            Phase::Promoting { until, is_uncertain } => self.promoting(now, until, is_uncertain, answer),
+            Phase::TakingBack { why, until } => self.taking_back(now, why, until, answer),
+            Phase::Releasing { end: Some(end) } => Step::End(end),
+            Phase::Releasing { end: None } => {
+                self.phase = Phase::Following { until: now + FOLLOW_LIMIT, is_lost: false };
+                Step::Do(Order::Follow)
+            }
+            Phase::Following { until, is_lost } => self.following(now, until, is_lost, answer),
+        }
+    }
+
+    fn pausing(&mut self, answer: Answer) -> Step {
+        match answer {
+            Answer::Done => {
+                self.phase = Phase::CatchingUp { old: None };
+                Step::Do(Order::Look(Side::Old))
+            }
+            Answer::Refused => Step::End(End::Undone { why: Why::Refused(Order::Pause), stepped_down: false }),
+            _ => self.releases(Why::Lost(Side::Old), false),
+        }
+    }
+
+    fn resuming(&mut self, now: Instant, answer: Answer) -> Step {
+        match answer {
+            Answer::Seen(Seen { role: Some(Role::Replica), at: Some(held), .. }) => self.compares(now, Some(held)),
+            Answer::Seen(_) => Step::End(End::Undone { why: Why::Changed, stepped_down: false }),
+            _ => Step::End(End::Open(Open::Promotion)),
+        }
+    }
+
+    fn catching_up(&mut self, now: Instant, old: Option<Position>, answer: Answer) -> Step {
+        let side = if old.is_none() { Side::Old } else { Side::New };
+        let seen = match answer {
+            _ if self.is_signaled => return self.releases(Why::Signal, false),
+            Answer::Seen(seen) => seen,
+            Answer::Waited => return Step::Do(Order::Look(Side::Old)),
+            Answer::Refused => return self.releases(Why::Refused(Order::Look(side)), false),
+            _ => return self.releases(Why::Lost(side), false),
+        };
+        match (old, seen.role, seen.at) {
+            (None, Some(Role::Primary), Some(at)) => {
+                self.phase = Phase::CatchingUp { old: Some(at) };
+                Step::Do(Order::Look(Side::New))
+            }
+            (Some(old), Some(Role::Replica), Some(new)) if old == new => self.steps_down(now),
+            (Some(old), Some(Role::Replica), Some(new)) if old.history == new.history => {
+                if now >= self.began + self.limit {
+                    return self.releases(Why::NotInTime, false);
+                }
+                self.phase = Phase::CatchingUp { old: None };
+                Step::Wait(POLL)
+            }
+            _ => self.releases(Why::Changed, false),
+        }
+    }
+
+    fn steps_down(&mut self, now: Instant) -> Step {
+        if Mutation::PromotedFirst.is_active() {
+            return self.promotes(now);
+        }
+        self.phase = Phase::SteppingDown { until: now + STEP_DOWN_LIMIT, is_uncertain: false };
+        Step::Do(Order::StepDown)
+    }
+
+    fn stepping_down(&mut self, now: Instant, until: Instant, is_uncertain: bool, answer: Answer) -> Step {
+        match answer {
+            Answer::SteppedDown(_) if Mutation::OldOffsetBelieved.is_active() => self.promotes(now),
+            Answer::SteppedDown(held) => self.compares(now, held),
+            Answer::Seen(Seen { role: Some(Role::Replica), at, .. }) => self.compares(now, at),
+            Answer::Refused if !is_uncertain => self.releases(Why::Refused(Order::StepDown), false),
+            _ if now >= until => Step::End(End::Open(Open::StepDown)),
+            Answer::Seen(_) => Step::Do(Order::StepDown),
+            Answer::Waited => Step::Do(Order::Look(Side::Old)),
+            Answer::Done | Answer::Refused | Answer::Lost => {
+                self.phase = Phase::SteppingDown { until, is_uncertain: true };
+                Step::Wait(RETRY)
+            }
+        }
+    }
+
+    fn compares(&mut self, now: Instant, held: Option<Position>) -> Step {
+        let Some(held) = held else { return self.takes_back(now, Why::Changed) };
+        self.phase = Phase::Comparing { held, until: self.began + self.limit };
+        Step::Do(Order::Look(Side::New))
+    }
+
+    fn comparing(&mut self, now: Instant, held: Position, until: Instant, answer: Answer) -> Step {
+        let seen = match answer {
+            Answer::Seen(seen) => seen,
+            Answer::Waited => return Step::Do(Order::Look(Side::New)),
+            _ if now < until => return Step::Wait(RETRY),
+            // It may be the primary already, and have been for long.
+            _ if self.is_resumed => return Step::End(End::Open(Open::Promotion)),
+            _ => return self.takes_back(now, Why::Lost(Side::New)),
+        };
+        match seen.at {
+            _ if seen.role == Some(Role::Primary) => self.promoted(now),
+            Some(at) if at == held => self.promotes(now),
+            Some(at) if at.is_before(held) && Mutation::BehindPromoted.is_active() => self.promotes(now),
+            Some(at) if at.is_before(held) && now < until => Step::Wait(POLL),
+            Some(at) if at.is_before(held) => self.takes_back(now, Why::NotInTime),
+            _ if self.is_resumed && !Mutation::AheadTakenBack.is_active() => Step::End(End::Open(Open::Apart)),
+            _ => self.takes_back(now, Why::Changed),
+        }
+    }
+
+    fn promotes(&mut self, now: Instant) -> Step {
+        self.phase = Phase::Promoting { until: now + PROMOTE_LIMIT, is_uncertain: false };
+        Step::Do(Order::Promote)
+    }
+
+    fn promoting(&mut self, now: Instant, until: Instant, is_uncertain: bool, answer: Answer) -> Step {
+        match answer {
+            Answer::Done | Answer::Seen(Seen { role: Some(Role::Primary), .. }) => self.promoted(now),
+            Answer::Refused if !is_uncertain => self.takes_back(now, Why::Refused(Order::Promote)),
+            Answer::Lost if Mutation::TakenBackAfterPromotion.is_active() => self.takes_back(now, Why::Lost(Side::New)),
+            _ if now >= until => Step::End(End::Open(Open::Promotion)),
+            Answer::Seen(_) => Step::Do(Order::Promote),
+            Answer::Waited => Step::Do(Order::Look(Side::New)),
+            Answer::SteppedDown(_) | Answer::Refused | Answer::Lost => {
+                self.phase = Phase::Promoting { until, is_uncertain: true };
+                Step::Wait(RETRY)
+            }
+        }
+    }
+
+    fn promoted(&mut self, now: Instant) -> Step {
+        self.pause = now.saturating_duration_since(self.began);
+        self.phase = Phase::Releasing { end: None };
+        Step::Do(Order::Release)
+    }
+
+    fn takes_back(&mut self, now: Instant, why: Why) -> Step {
+        if Mutation::TakeBackForgotten.is_active() {
+            return self.releases(why, true);
+        }
+        self.phase = Phase::TakingBack { why, until: now + TAKE_BACK_LIMIT };
+        Step::Do(Order::TakeBack)
+    }
+
+    fn taking_back(&mut self, now: Instant, why: Why, until: Instant, answer: Answer) -> Step {
+        match answer {
+            Answer::Done | Answer::Seen(Seen { role: Some(Role::Primary), .. }) => self.releases(why, true),
+            _ if now >= until => Step::End(End::Open(Open::TakeBack)),
+            Answer::Seen(_) => Step::Do(Order::TakeBack),
+            Answer::Waited => Step::Do(Order::Look(Side::Old)),
+            Answer::SteppedDown(_) | Answer::Refused | Answer::Lost => Step::Wait(RETRY),
+        }
+    }
+
+    fn releases(&mut self, why: Why, stepped_down: bool) -> Step {
+        let end = End::Undone { why, stepped_down };
+        if Mutation::ReleaseForgotten.is_active() {
+            return Step::End(end);
+        }
+        self.phase = Phase::Releasing { end: Some(end) };
+        Step::Do(Order::Release)
+    }
+
+    fn following(&mut self, now: Instant, until: Instant, is_lost: bool, answer: Answer) -> Step {
+        let ends = |follower| Step::End(End::Switched { pause: self.pause, follower });
+        match answer {
+            Answer::Seen(Seen { role: Some(Role::Replica), is_linked: true, .. }) => ends(Follower::InStep),
+            // It may have been restarted, and follow nobody, or be a primary.
+            Answer::Waited if is_lost && !Mutation::ForgottenRoleLeft.is_active() => {
+                self.phase = Phase::Following { until, is_lost: false };
+                Step::Do(Order::Follow)
+            }
+            Answer::Waited => Step::Do(Order::Look(Side::Old)),
+            Answer::Refused | Answer::Lost if now + FOLLOW_LIMIT >= until + RESTART_LIMIT => ends(Follower::Lost),
+            Answer::Refused | Answer::Lost => {
+                self.phase = Phase::Following { until, is_lost: true };
+                Step::Wait(RETRY)
+            }
+            _ if now >= until => ends(Follower::NotYet),
+            // It was restarted, and has forgotten that it has stepped down.
+            Answer::Seen(Seen { role: Some(Role::Primary), .. }) if !Mutation::ForgottenRoleLeft.is_active() => {
+                Step::Do(Order::Follow)
+            }
+            Answer::Seen(_) | Answer::SteppedDown(_) | Answer::Done => Step::Wait(RETRY),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(2);
+
+    fn at(offset: u64) -> Option<Position> {
+        let history = "dc4a64ca756501f822cac70337e6c3488b20932f".parse().ok();
+        history.map(|history| Position { history, offset })
+    }
+
+    fn primary(offset: u64) -> Answer {
+        Answer::Seen(Seen { role: Some(Role::Primary), at: at(offset), is_linked: false })
+    }
+
+    fn replica(offset: u64) -> Answer {
+        Answer::Seen(Seen { role: Some(Role::Replica), at: at(offset), is_linked: true })
+    }
+
+    const fn undone(why: Why, stepped_down: bool) -> Step {
+        Step::End(End::Undone { why, stepped_down })
+    }
+
+    /// An exchange, the time that it is told, and its last step.
+    struct Played {
+        exchange: Exchange,
+        now: Instant,
+    }
+
+    impl Played {
+        fn new() -> Played {
+            let now = Instant::now();
+            let (exchange, step) = Exchange::begin(now, LIMIT);
+            assert_eq!(step, Step::Do(Order::Pause));
+            Played { exchange, now }
+        }
+
+        /// The old one has stepped down at offset 7.
+        fn stepped_down() -> Played {
+            let mut played = Played::new();
+            played.does(Answer::Done, Step::Do(Order::Look(Side::Old)));
+            played.does(primary(7), Step::Do(Order::Look(Side::New))).does(replica(7), Step::Do(Order::StepDown));
+            played.does(Answer::SteppedDown(at(7)), Step::Do(Order::Look(Side::New)));
+            played
+        }
+
+        #[track_caller]
+        fn does(&mut self, answer: Answer, step: Step) -> &mut Played {
+            assert_eq!(self.exchange.next(self.now, answer), step);
+            self
+        }
+
+        fn after(&mut self, time: Duration) -> &mut Played {
+            self.now += time;
+            self
+        }
+    }
+
+    #[test]
+    fn the_new_one_is_promoted_where_the_old_one_has_stepped_down() {
+        let mut played = Played::stepped_down();
+        played.after(Duration::from_millis(3)).does(replica(7), Step::Do(Order::Promote));
+        played.does(Answer::Done, Step::Do(Order::Release)).does(Answer::Done, Step::Do(Order::Follow));
+        played.does(Answer::Done, Step::Wait(RETRY)).does(Answer::Waited, Step::Do(Order::Look(Side::Old)));
+        let pause = Duration::from_millis(3);
+        played.does(replica(7), Step::End(End::Switched { pause, follower: Follower::InStep }));
+    }
+
+    #[test]
+    fn a_replica_that_is_behind_in_the_end_leaves_the_old_one_the_primary() {
+        let mut played = Played::new();
+        played.does(Answer::Done, Step::Do(Order::Look(Side::Old))).does(primary(7), Step::Do(Order::Look(Side::New)));
+        played.does(replica(6), Step::Wait(POLL)).does(Answer::Waited, Step::Do(Order::Look(Side::Old)));
+        played.does(primary(7), Step::Do(Order::Look(Side::New))).after(LIMIT);
+        played.does(replica(6), Step::Do(Order::Release)).does(Answer::Done, undone(Why::NotInTime, false));
+
+        // The pause was over, and a write came before it stepped down.
+        let mut played = Played::new();
+        played.does(Answer::Done, Step::Do(Order::Look(Side::Old))).does(primary(7), Step::Do(Order::Look(Side::New)));
+        played.does(replica(7), Step::Do(Order::StepDown)).after(LIMIT);
+        played.does(Answer::SteppedDown(at(8)), Step::Do(Order::Look(Side::New)));
+        played.does(replica(7), Step::Do(Order::TakeBack)).does(Answer::Done, Step::Do(Order::Release));
+        played.does(Answer::Lost, undone(Why::NotInTime, true));
+    }
+
+    #[test]
+    fn a_signal_undoes_what_is_not_stepped_down() {
+        let mut played = Played::new();
+        played.exchange.signal();
+        played.does(Answer::Done, Step::Do(Order::Look(Side::Old))).does(primary(7), Step::Do(Order::Release));
+        played.does(Answer::Done, undone(Why::Signal, false));
+        let mut played = Played::stepped_down();
+        played.exchange.signal();
+        played.does(replica(7), Step::Do(Order::Promote));
+    }
+
+    #[test]
+    fn an_order_that_got_no_answer_is_looked_after() {
+        let mut played = Played::stepped_down();
+        played.does(replica(7), Step::Do(Order::Promote)).does(Answer::Lost, Step::Wait(RETRY));
+        played.does(Answer::Waited, Step::Do(Order::Look(Side::New))).does(replica(7), Step::Do(Order::Promote));
+        // The first one may have arrived: nothing is taken back.
+        played.does(Answer::Refused, Step::Wait(RETRY)).after(PROMOTE_LIMIT);
+        played.does(Answer::Lost, Step::End(End::Open(Open::Promotion)));
+
+        let mut played = Played::stepped_down();
+        played.does(replica(7), Step::Do(Order::Promote)).does(Answer::Refused, Step::Do(Order::TakeBack));
+        played.does(Answer::Lost, Step::Wait(RETRY)).does(Answer::Waited, Step::Do(Order::Look(Side::Old)));
+        played
+            .does(primary(7), Step::Do(Order::Release))
+            .does(Answer::Done, undone(Why::Refused(Order::Promote), true));
+    }
+
+    #[test]
+    fn a_run_that_was_ended_is_gone_on_with() {
+        let resumed = || {
+            let now = Instant::now();
+            let (exchange, step) = Exchange::resume(now, LIMIT);
+            assert_eq!(step, Step::Do(Order::Look(Side::Old)));
+            let mut played = Played { exchange, now };
+            played.does(replica(7), Step::Do(Order::Look(Side::New)));
+            played
+        };
+        resumed().does(replica(7), Step::Do(Order::Promote));
+        resumed().does(primary(9), Step::Do(Order::Release));
+        resumed().after(LIMIT).does(replica(6), Step::Do(Order::TakeBack));
+        resumed().does(replica(9), Step::End(End::Open(Open::Apart)));
+        resumed().after(LIMIT).does(Answer::Lost, Step::End(End::Open(Open::Promotion)));
+    }
+}
