@@ -47,8 +47,8 @@ const TRIAL_COLLECTION_BYTES_MAX: usize = 64 << 10;
 /// Why the fast walk is not offered.
 pub(super) fn checked(context: &Context<'_>) -> Result<FastServer, CaptureError> {
     let server = fast::offer_walk(context).map_err(CaptureError::NoFastWalk)?;
-    // One fork for both: that of a large server takes a while. What tries the functions changes the data of its copy, and
-    // so comes last.
+    // One fork for both: that of a large server takes a while. What tries the functions changes the data of its copy,
+    // and so it comes last.
     let trial = in_child(context, TRIAL_LIMIT, |steps| {
         compare(context, &server.in_trial())?;
         fast::check_shapes(context, &server.in_trial(), steps)
