@@ -882,7 +882,9 @@ impl World {
         if self.now < self.faults_until {
             return self.runs_again();
         }
-        self.after(SETTLES, Happens::Over);
+        // A link that was cut before the last fault may be away for longer.
+        let links = self.cut_until.values().max().map_or(0, |until| until.saturating_sub(self.now));
+        self.after(links + SETTLES, Happens::Over);
     }
 
     // Faults.
