@@ -15,8 +15,8 @@
 //!
 //! The server listens at a socket in a folder of its own only, saves nothing, and is killed when it was watched.
 //!
-//! What is found is proved elsewhere: the module tries a layout in a forked child before it uses it. [`Memory`]: that
-//! of the server. [`Place`]: a place that fits. [`Talk`]: the commands to the server.
+//! What is found is proved elsewhere: the module tries a layout in a forked child before it uses it. `Memory`: that
+//! of the server. `Place`: a place that fits. `Talk`: the commands to the server.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;

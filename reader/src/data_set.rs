@@ -5,7 +5,7 @@
 //! sources. What tells two data sets apart is the replication history. A source is believed if
 //! - its history is the agreed one, or continues it from a byte that the run has seen already, or is a former history
 //!   of the agreed one, up to the byte where they part: the rule by which servers continue a replica; or
-//! - what the run trusts more than the source says that its primary has another history now ([`Witness`]). Servers
+//! - what the run trusts more than the source says that its primary has another history now (`Witness`). Servers
 //!   begin one without a word about the former one: a primary that lost its data, and one that gets its first replica.
 //!
 //! Everything else is the source of another data set. It is refused by name, as a source that cannot be reached:

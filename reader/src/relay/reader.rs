@@ -10,7 +10,7 @@
 //!
 //! It belongs to the delivery's thread and outlives a feed: if the lanes to the source break, the slots held stay, and
 //! other replicas continue to read them. Not here: how peers are connected ([`super`]), and how
-//! others read this copy ([`super::lender`]).
+//! others read this copy (`super::lender`).
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;

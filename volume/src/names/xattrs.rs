@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 /// The most bytes of an attribute's name, as the kernel has it.
 pub const MOST_XATTR_NAME_BYTES: usize = 255;
 
-/// The most bytes of all extended attributes of an inode: names, values, and [`EACH_BYTES`] for each. It is ext4's
+/// The most bytes of all extended attributes of an inode: names, values, and `EACH_BYTES` for each. It is ext4's
 /// bound for blocks of 8 KiB, and what a directory gives to a new one fits one frame of the log.
 pub const MOST_XATTR_BYTES: usize = 7680;
 
