@@ -323,7 +323,11 @@ pub(super) fn taken_over(facts: &Facts, expected: Expected<'_>) -> Option<String
 //                                 the server has no password of its own ─────────────▶ puts masterauth back, ends
 //                                 it has one, and still follows the link that is gone ▶ looks again, each second
 //                                 it follows another server ─────────────────────────▶ puts masterauth back, ends
+//                                 the record is locked, for a minute ────────────────▶ ends: another agent works on it
 // ```
+//
+// The pipe ends before the agent's last lock does: the kernel closes a killed process's files one by one, and may free
+// gigabytes of memory between two of them. So a lock alone does not tell that another agent works on the server.
 //
 // While a server follows the link, its `masterauth` is the [link's secret](super::link::candidates). An agent that is
 // killed leaves it there, and then the server can follow no primary: each refuses the login. The next agent puts the
@@ -352,6 +356,10 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(120);
 
 /// How long the guard waits for someone to point the server at another primary. Longer than a night.
 const WATCH_LIMIT: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// How long the record is locked before the guard takes it for another agent's. A killed agent holds its lock until the
+/// kernel has closed its files, which can free a hundred gigabytes first.
+const LOCK_LIMIT: Duration = Duration::from_secs(60);
 
 /// Set where this process is the command `remora replica`, so that its arguments are a guard's. A test that runs an
 /// agent is not.
@@ -398,6 +406,8 @@ enum Found {
     Done,
     /// The server still follows the link, and has a password of its own.
     AtTheLink,
+    /// The killed agent still holds the record, or another agent does.
+    Locked,
 }
 
 /// Runs a guard to its end.
@@ -417,12 +427,16 @@ pub(crate) async fn run_guard(args: ReplicaArgs) -> Result<(), Failure> {
         }
     }
     let began = Instant::now();
-    let mut answered = began;
-    while answered.elapsed() < SILENCE_LIMIT && began.elapsed() < WATCH_LIMIT {
+    let (mut answered, mut unlocked) = (began, began);
+    while answered.elapsed() < SILENCE_LIMIT && unlocked.elapsed() < LOCK_LIMIT && began.elapsed() < WATCH_LIMIT {
         match look(&args).await {
             Ok(Found::Done) => return Ok(()),
-            Ok(Found::AtTheLink) => answered = Instant::now(),
-            Err(failure) => tracing::debug!("{failure}"),
+            Ok(Found::AtTheLink) => (answered, unlocked) = (Instant::now(), Instant::now()),
+            Ok(Found::Locked) => answered = Instant::now(),
+            Err(failure) => {
+                unlocked = Instant::now();
+                tracing::debug!("{failure}");
+            }
         }
         tokio::select! {
             () = tokio::time::sleep(PACE) => {}
@@ -447,8 +461,7 @@ async fn look(args: &ReplicaArgs) -> Result<Found, Failure> {
     }
     let mut record = match Record::claim(state_dir, &url) {
         Ok(record) => record,
-        // Another agent works on the server, and has put the setting back or needs it.
-        Err(failure) if failure.code == Code::Refused => return Ok(Found::Done),
+        Err(failure) if failure.code == Code::Refused => return Ok(Found::Locked),
         Err(failure) => return Err(failure),
     };
     record.put_the_login_back(&mut client).await?;

@@ -1,6 +1,7 @@
 //! The ends of a sync that did not succeed: the server is left in the safest state that is still possible, and what the
 //! agent says of that state is true.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -8,6 +9,7 @@ use std::{fs, thread};
 
 use remora_lab::server::wait_until;
 use remora_lab::{Address, Agent, Client, Kind, Net, Server, assert_same_data, require, tls};
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::Signal;
 
 use crate::kit::{
@@ -384,6 +386,55 @@ fn an_agent_that_migrate_has_started_has_a_guard_too() {
         wait_until_it_has_loaded(&scene.replica);
         scene.assert_follows_by_hand("");
     }
+}
+
+/// The kernel closes the files of a killed agent one by one: its pipe to the guard may end well before its lock does.
+#[test]
+fn a_guard_waits_for_the_lock_of_the_agent_that_was_killed() {
+    for kind in require::kinds() {
+        let scene = Scene::new(kind, "");
+        let mut agent = scene.agent(&["--stay"]);
+        agent.wait_for_event("in_step", LONG).unwrap();
+        let lock = fs::File::open(lock_of(&scene)).unwrap();
+        let held = thread::spawn(move || flock(&lock, FlockOperation::LockExclusive).map(|()| lock));
+        wait_until("a process that waits for the lock", LONG, || waits_for_a_lock(std::process::id())).unwrap();
+        agent.kill().unwrap();
+        let held = held.join().unwrap().unwrap();
+        let mut client = scene.replica.client().unwrap();
+        let mut looks = || {
+            let stats = client.info("stats").unwrap();
+            stats.get("total_connections_received").unwrap().parse::<u64>().unwrap()
+        };
+        let before = looks();
+        // The guard connects for each look, and for nothing else; nobody else connects any more.
+        wait_until("the guard to look again", LONG, || match looks() {
+            connections if connections >= before + 3 => Ok(Ok(())),
+            connections => Ok(Err(format!("{connections} connections after {before}"))),
+        })
+        .unwrap();
+        assert_ne!(scene.replica.configured("masterauth").unwrap(), "", "nothing is changed while the lock is held");
+        drop(held);
+        scene.assert_follows_by_hand("");
+    }
+}
+
+/// The file that the replica's agent has locked.
+fn lock_of(scene: &Scene) -> PathBuf {
+    let folder = scene.stage.folder().join("remora");
+    let is_lock = |path: &PathBuf| {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        name.ends_with(".lock") && name.contains(&scene.replica.address().port().to_string())
+    };
+    let mut found = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).filter(is_lock);
+    found.next().unwrap_or_else(|| panic!("no lock of the replica in {}", folder.display()))
+}
+
+/// Whether a thread of this process waits for a lock that another one holds (proc_locks(5)).
+fn waits_for_a_lock(process: u32) -> remora_lab::Result<Result<(), String>> {
+    let locks = fs::read_to_string("/proc/locks").unwrap();
+    let waits =
+        |line: &str| line.contains("-> FLOCK") && line.split_whitespace().any(|word| word == process.to_string());
+    Ok(if locks.lines().any(waits) { Ok(()) } else { Err(locks) })
 }
 
 /// A server that loads from a link that has ended notices that soon, and takes no command before.

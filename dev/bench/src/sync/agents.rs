@@ -56,8 +56,11 @@ impl Program {
     }
 
     fn at(path: PathBuf) -> Result<Program> {
-        let help = Command::new(&path).args(["replica", "--help"]).output()?;
-        let help = String::from_utf8_lossy(&help.stdout);
+        let said = |args: &[&str]| Command::new(&path).args(args).output();
+        let mut help = said(&["replica", "--help"])?.stdout;
+        // `--help` leaves out the options of rare days. A build that does not know this command shows all of them.
+        help.extend(said(&["config", "rare", "replica"])?.stdout);
+        let help = String::from_utf8_lossy(&help);
         let (serves_peers, has_tls) = (help.contains(SERVE_PEERS), help.contains(PLAINTEXT[2]));
         Ok(Program { serves_peers, has_tls, limits_uploads: help.contains(AUTO_UPLOAD), path })
     }
