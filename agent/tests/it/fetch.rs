@@ -83,9 +83,11 @@ fn a_fetch_that_is_killed_goes_on_where_it_was() {
         let to = scene.stage.path("dump.rdb");
         for signal in [Signal::KILL, Signal::TERM] {
             let mut fetch = scene.fetch(&to, &[]);
-            scene.source.wait_for_slots(&mut fetch, if signal == Signal::KILL { 40 } else { 120 });
+            scene.source.wait_for_slots(&mut fetch, if signal == Signal::KILL { 40 } else { 80 });
+            fetch.signal(Signal::STOP).unwrap(); // so that it cannot end before it gets the signal
             says(&scene.stage.end(&strs(&scene.args("fetch", &to, &[])), 3), &["another remora fetch"]);
             fetch.signal(signal).unwrap();
+            fetch.signal(Signal::CONT).unwrap();
             if signal == Signal::TERM {
                 says(&ends(&mut fetch, 7), &[".dump.rdb.remora", "goes on there"]);
             } else {

@@ -36,7 +36,7 @@ impl RdmaVm {
             let said = String::from_utf8_lossy(&built.stderr).trim().to_owned();
             return Err(Error::Missing { what: format!("the RDMA machine ({said})"), how: "call `make setup`".into() });
         }
-        Ok(RdmaVm { script, nodes: 1, limit: Duration::from_secs(240), writable: Vec::new() })
+        Ok(RdmaVm { script, nodes: 1, limit: Duration::from_secs(600), writable: Vec::new() })
     }
 
     /// Sets the number of nodes, 1 to 9: each has its own RDMA device, with the address [`RdmaVm::address`].

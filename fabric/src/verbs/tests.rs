@@ -626,6 +626,6 @@ fn cable(node: u8, plugged: bool) {
 #[ignore = "long: needs the machine with RDMA devices"]
 fn rights_keys_forks_and_faults_hold_in_the_virtual_machine() {
     let Some(machine) = require::rdma_vm() else { return };
-    let passed = machine.nodes(4).limit(Duration::from_secs(250)).run_ignored_tests("verbs::tests::in_the_machine", 1);
+    let passed = machine.nodes(4).run_ignored_tests("verbs::tests::in_the_machine", 1);
     assert_eq!(passed, 19);
 }

@@ -112,7 +112,7 @@ pub(crate) const SESSION: u64 = 42;
 pub(crate) const SECRET: Secret = [0x5e; 32];
 
 /// Time limit of each wait: far above what a loaded machine needs.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 impl World {
     pub(crate) fn new(harness: &impl Harness) -> World {

@@ -97,7 +97,7 @@ fn waiting_for_room_ends_when_there_is_some_and_when_the_time_is_over() {
     let server = end(Policy::stateful_server(), Recorder::default());
     let address = server.messenger.listen(&anywhere()).unwrap();
     let connection = client.messenger.connect(&address);
-    (0..50).for_each(|number| connection.send_within(numbered(number), Duration::from_secs(10)).unwrap());
+    (0..50).for_each(|number| connection.send_within(numbered(number), LONG).unwrap());
     until("all", || server.recorder.received().len() == 50);
     let absent = client.messenger.connect(&"tcp:127.0.0.1:1".parse().unwrap());
     absent.send(numbered(0)).unwrap();

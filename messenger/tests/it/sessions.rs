@@ -33,7 +33,7 @@ fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
     };
     let mut cuts = 0;
     for number in 0..5000 {
-        connection.send_within(numbered(number), Duration::from_secs(10)).unwrap();
+        connection.send_within(numbered(number), LONG).unwrap();
         if number % 250 == 249 {
             // Each cut is of a link of its own, with messages on their way over it.
             until("the link to be open again", || connected() > cuts);

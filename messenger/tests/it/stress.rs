@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
-use std::time::Duration;
 
 use remora_messenger::{Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
 
@@ -34,7 +33,7 @@ fn a_million_messages_under_random_cuts_are_neither_lost_nor_doubled_nor_out_of_
                 let mut random = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(1 + seed as u64 * 2 + end as u64);
                 scope.spawn(move || {
                     for number in 0..MESSAGES_PER_DIRECTION {
-                        connection.send_within(numbered(number), Duration::from_secs(30)).unwrap();
+                        connection.send_within(numbered(number), LONG).unwrap();
                         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                         if random >> 33 < (1 << 31) / CUT_ONE_IN {
                             connection.cut();
@@ -97,7 +96,7 @@ fn threads_that_ask_and_wait_get_every_answer() {
                 scope.spawn(move || {
                     for question in 0..QUESTIONS {
                         connection.send(Message::new(question, asker as u16, vec![7; 100])).unwrap();
-                        assert_eq!(answers.recv_timeout(Duration::from_secs(30)), Ok(question));
+                        assert_eq!(answers.recv_timeout(LONG), Ok(question));
                     }
                 });
             }

@@ -12,7 +12,7 @@ use crate::kit::*;
 fn socket(address: &Address) -> TcpStream {
     let Address::Tcp(address) = address else { panic!("{address}") };
     let stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_read_timeout(Some(LONG)).unwrap();
     stream
 }
 

@@ -301,7 +301,8 @@ fn a_new_beginning_leaves_no_gap_and_the_oldest_go_as_a_whole() {
     ends(&mut backup, 0);
     let manifests: Vec<String> =
         place.store.backups(".json").into_iter().filter(|key| !key.ends_with("/commands.json")).collect();
-    assert_eq!(manifests.len(), 2, "{:?}", place.store.keys());
+    // A third one if the signal came when it was whole, and before the oldest one's turn to go.
+    assert!((2..=3).contains(&manifests.len()), "{:?}", place.store.keys());
     let names: Vec<&str> = manifests.iter().map(|key| key.trim_end_matches(".json")).collect();
     for key in place.store.backups("") {
         assert!(names.iter().any(|name| key.starts_with(name)), "{key} is of no backup");
