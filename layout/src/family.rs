@@ -9,6 +9,8 @@ pub enum Family {
     Redis7,
     /// Redis 7.4 and 8.0: a store of `dict`s for each database, of which outside of cluster mode there is one.
     Redis8,
+    /// Redis 8.2: as Redis 8.0, but values have their keys inside.
+    Redis82,
     /// Valkey 8.0: as Redis 8.0, but entries have their keys inside.
     Valkey80,
     /// Valkey 8.1: as Valkey 9, but databases lie in an array, and some functions are those of Redis 7.
@@ -18,11 +20,12 @@ pub enum Family {
 }
 
 /// The versions of each family.
-const VERSIONS: [(Maker, u32, u32, Family); 9] = [
+const VERSIONS: [(Maker, u32, u32, Family); 10] = [
     (Maker::Redis, 7, 0, Family::Redis7),
     (Maker::Redis, 7, 2, Family::Redis7),
     (Maker::Redis, 7, 4, Family::Redis8),
     (Maker::Redis, 8, 0, Family::Redis8),
+    (Maker::Redis, 8, 2, Family::Redis82),
     (Maker::Valkey, 7, 2, Family::Redis7),
     (Maker::Valkey, 8, 0, Family::Valkey80),
     (Maker::Valkey, 8, 1, Family::Valkey8),
@@ -51,13 +54,12 @@ const COMMON: [&str; 7] = [
 ];
 
 /// The functions of servers whose tables are `dict`s.
-const DICTS: [&str; 11] = [
+const DICTS: [&str; 10] = [
     "dictGenHashFunction",
     "dbAddRDBLoad",
     "setExpire",
     "objectSetLRUOrLFU",
     "LRU_CLOCK",
-    "dictFind",
     "estimateObjectIdleTime",
     "LFUDecrAndReturn",
     "rdbLoadObject",
@@ -83,13 +85,15 @@ const HASHTABLES: [&str; 12] = [
 
 impl Family {
     /// Every family.
-    pub const ALL: [Family; 5] = [Family::Redis7, Family::Redis8, Family::Valkey80, Family::Valkey8, Family::Valkey9];
+    pub const ALL: [Family; 6] =
+        [Family::Redis7, Family::Redis8, Family::Redis82, Family::Valkey80, Family::Valkey8, Family::Valkey9];
 
     /// Its name in a layout.
     pub fn name(self) -> &'static str {
         match self {
             Family::Redis7 => "redis-7",
             Family::Redis8 => "redis-8.0",
+            Family::Redis82 => "redis-8.2",
             Family::Valkey80 => "valkey-8.0",
             Family::Valkey8 => "valkey-8.1",
             Family::Valkey9 => "valkey-9",
@@ -117,12 +121,21 @@ impl Family {
         if has("kvstoreGetHashtable") {
             return Some(if has("objectGetVal") { Family::Valkey9 } else { Family::Valkey8 });
         }
-        match (has("dictGenHashFunction"), has("kvstoreCreate"), has("dictSdsEmbedKey"), has("kvobjGetKey")) {
+        let (has_stores, embeds_keys) = (has("kvstoreCreate"), has("dictSdsEmbedKey"));
+        // Redis 8.2 has keys in values; later versions have more beside them.
+        let in_values = (has("kvobjGetKey"), has("kvobjMetaRef"));
+        match (has("dictGenHashFunction"), has_stores, embeds_keys, in_values) {
             (true, false, ..) => Some(Family::Redis7),
             (true, true, true, _) => Some(Family::Valkey80),
-            (true, true, false, false) => Some(Family::Redis8),
+            (true, true, false, (false, _)) => Some(Family::Redis8),
+            (true, true, false, (true, false)) => Some(Family::Redis82),
             _ => None,
         }
+    }
+
+    /// Whether a database has stores of `dict`s, of whose tables a layout has the place.
+    pub fn has_stores_of_dicts(self) -> bool {
+        matches!(self, Family::Redis8 | Family::Redis82 | Family::Valkey80)
     }
 
     /// The names of the functions, and of the state, that the module uses in this family.
@@ -130,8 +143,9 @@ impl Family {
         let eight = ["LRU_CLOCK", "estimateObjectIdleTime", "LFUDecrAndReturn", "rdbSaveObjectType"];
         let nine = ["objectGetVal", "objectGetLRUIdleSecs", "objectGetLFUFrequency", "rdbGetObjectType"];
         let own: Vec<&str> = match self {
-            Family::Redis7 => [&DICTS[..], &["tryObjectEncoding"]].concat(),
-            Family::Redis8 | Family::Valkey80 => [&DICTS[..], &["tryObjectEncodingEx"]].concat(),
+            Family::Redis7 => [&DICTS[..], &["dictFind", "tryObjectEncoding"]].concat(),
+            Family::Redis8 | Family::Valkey80 => [&DICTS[..], &["dictFind", "tryObjectEncodingEx"]].concat(),
+            Family::Redis82 => [&DICTS[..], &["tryObjectEncodingEx", "kvobjGetKey", "kvobjGetExpire"]].concat(),
             Family::Valkey8 => [&HASHTABLES[..], &eight].concat(),
             Family::Valkey9 => [&HASHTABLES[..], &nine].concat(),
         };
@@ -163,10 +177,11 @@ mod tests {
     fn a_version_that_nobody_has_compared_is_refused_by_its_name() {
         assert_eq!(Family::of_version(Maker::Valkey, "9.1.2"), Ok(Family::Valkey9));
         assert_eq!(Family::of_version(Maker::Redis, "7.2.6"), Ok(Family::Redis7));
+        assert_eq!(Family::of_version(Maker::Redis, "8.2.3"), Ok(Family::Redis82));
         for (maker, version) in [
             (Maker::Valkey, "9.2.0"),
             (Maker::Valkey, "7.0.15"),
-            (Maker::Redis, "8.2.3"),
+            (Maker::Redis, "8.4.0"),
             (Maker::Redis, "7.3.6"),
             (Maker::Redis, "255.255.255"),
             (Maker::Redis, ""),

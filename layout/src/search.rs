@@ -158,6 +158,10 @@ struct Found {
 /// # Errors
 /// [`SearchError`].
 pub fn find(wanted: &Wanted<'_>) -> Result<Layout, SearchError> {
+    // An older server does not know the options with which it would be watched.
+    if let Some((maker, version)) = announced(wanted)? {
+        Family::of_version(maker, &version)?;
+    }
     let [first, second] = &RUNS;
     let (mut found, again) = (watch(wanted, first)?, watch(wanted, second)?);
     if found.program.bytes() != again.program.bytes() {
@@ -225,6 +229,28 @@ fn only<'s, T: std::fmt::Debug + Ord>(places: &'s BTreeSet<T>, what: &str) -> Re
     }
 }
 
+/// Maker and version by the program's own `--version`. `None`: it says them in another form, or not at all; the
+/// running server will say them.
+fn announced(wanted: &Wanted<'_>) -> Result<Option<(Maker, String)>, SearchError> {
+    let mut asked = Running::spawn(wanted, |command, _| _ = command.arg("--version"))?;
+    let deadline = Instant::now() + START_LIMIT;
+    while asked.child.try_wait().is_ok_and(|ended| ended.is_none()) && Instant::now() < deadline {
+        if wanted.stop.load(Relaxed) {
+            return Err(SearchError::Stopped);
+        }
+        thread::sleep(START_POLL);
+    }
+    let said = fs::read_to_string(asked.folder.path().join(LOG)).unwrap_or_default();
+    // `Redis server v=7.0.15 sha=00000000:0 malloc=jemalloc-5.3.0 bits=64 build=…`
+    let mut words = said.split_whitespace();
+    let maker = match words.next() {
+        Some("Redis") => Maker::Redis,
+        Some("Valkey") => Maker::Valkey,
+        _ => return Ok(None),
+    };
+    Ok(words.find_map(|word| word.strip_prefix("v=")).map(|version| (maker, version.to_owned())))
+}
+
 /// Runs the server once, with these numbers.
 fn watch(wanted: &Wanted<'_>, numbers: &Numbers) -> Result<Found, SearchError> {
     let mut server = Running::start(wanted, numbers)?;
@@ -280,6 +306,16 @@ impl Drop for Running {
 
 impl Running {
     fn start(wanted: &Wanted<'_>, numbers: &Numbers) -> Result<Running, SearchError> {
+        Running::spawn(wanted, |command, folder| {
+            command.args(["--port", "0", "--save", "", "--appendonly", "no", "--daemonize", "no"]);
+            command.args(["--enable-debug-command", "yes", "--loglevel", "warning"]);
+            command.args(["--databases", &numbers.databases.to_string(), "--unixsocketperm", "700"]);
+            command.arg("--unixsocket").arg(folder.join(SOCKET)).arg("--dir").arg(folder);
+        })
+    }
+
+    /// Starts the program in a folder of its own, with the options that `add` gives it; `add` gets the folder.
+    fn spawn(wanted: &Wanted<'_>, add: impl FnOnce(&mut Command, &Path)) -> Result<Running, SearchError> {
         let failed =
             |error: io::Error| SearchError::Server { program: wanted.program.to_owned(), why: error.to_string() };
         // The server runs in another folder. A link is kept: one program is server, client and more, by its name.
@@ -289,10 +325,8 @@ impl Running {
         if let Some(name) = &wanted.called {
             command.arg0(name);
         }
-        command.args(["--port", "0", "--save", "", "--appendonly", "no", "--daemonize", "no"]);
-        command.args(["--enable-debug-command", "yes", "--loglevel", "warning"]);
-        command.args(["--databases", &numbers.databases.to_string(), "--unixsocketperm", "700", "--unixsocket"]);
-        command.arg(folder.path().join(SOCKET)).arg("--dir").arg(folder.path()).current_dir(folder.path());
+        add(&mut command, folder.path());
+        command.current_dir(folder.path());
         command.stdin(Stdio::null()).stdout(File::create(folder.path().join(LOG)).map_err(failed)?);
         command.stderr(File::options().append(true).open(folder.path().join(LOG)).map_err(failed)?);
         Ok(Running { child: command.spawn().map_err(failed)?, program, folder })
@@ -573,7 +607,7 @@ impl Place {
     fn lines(&self, family: Family, count: usize, loaded: usize) -> Vec<(&'static str, usize)> {
         let Table { tables, used, rehash, exponents } = self.table;
         // Other families have no stores, or a function that knows them.
-        let store = self.store.filter(|_| matches!(family, Family::Redis8 | Family::Valkey80));
+        let store = self.store.filter(|_| family.has_stores_of_dicts());
         let first = [
             ("server.db", self.databases),
             ("server.dbnum", count),
@@ -743,6 +777,20 @@ mod tests {
         fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
         let text = search(&script, None).unwrap_err().to_string();
         assert!(text.contains("libfoo.so.1 is missing"), "{text}");
+    }
+
+    #[test]
+    fn a_version_that_is_not_known_is_refused_before_the_server_runs() {
+        let folder = tempfile::tempdir().unwrap();
+        let script = folder.path().join("old-server");
+        fs::write(
+            &script,
+            "#!/bin/sh\ntest \"$1\" = --version || exit 3\necho 'Redis server v=6.2.14 sha=0:0 bits=64'\n",
+        )
+        .unwrap();
+        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+        let refused = search(&script, None).unwrap_err();
+        assert!(matches!(refused, SearchError::Version(_)), "{refused}");
     }
 
     #[test]

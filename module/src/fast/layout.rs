@@ -60,11 +60,12 @@ pub(crate) struct Offsets {
 }
 
 /// The builds that are compiled in: every file of that folder.
-const BUILDS: [&str; 13] = [
+const BUILDS: [&str; 14] = [
     include_str!("../../builds/redis-7.0.15-debian12-amd64.layout"),
     include_str!("../../builds/redis-7.0.15-debian12-u7-amd64.layout"),
     include_str!("../../builds/redis-8.0.2-debian13-amd64.layout"),
     include_str!("../../builds/redis-8.0.6-debian-sid-amd64.layout"),
+    include_str!("../../builds/redis-8.2.3-wheel-amd64.layout"),
     include_str!("../../builds/valkey-8.0.1-debian12-backports-amd64.layout"),
     include_str!("../../builds/valkey-8.1.1-debian13-amd64.layout"),
     include_str!("../../builds/valkey-8.1.8-wheel-amd64.layout"),
@@ -163,7 +164,7 @@ impl Layout {
             }
         }
         // Other families have no stores, or a function that knows them.
-        missing.retain(|name| *name != STORE_TABLES || matches!(family, Some(Family::Redis8 | Family::Valkey80)));
+        missing.retain(|name| *name != STORE_TABLES || family.is_some_and(Family::has_stores_of_dicts));
         if let Some(name) = missing.first() {
             return Err(LayoutError::Missing((*name).to_owned()));
         }

@@ -89,6 +89,10 @@ fn equals_its_twin(kind: Kind, seed: u64) {
     fill_every_type(&mut client, seed).unwrap();
     client.ok(&["DEBUG", "POPULATE", "50000", "key", "20"]).unwrap();
     client.int(&["DEL", "key:0"]).unwrap();
+    let has_vectors = !client.list(&["COMMAND", "LIST", "FILTERBY", "PATTERN", "vadd"]).unwrap().is_empty();
+    for number in 0..if has_vectors { 300 } else { 0 } {
+        client.int(&["VADD", &format!("vectors:{number}"), "VALUES", "3", "1", "2", "3", "element"]).unwrap();
+    }
     wait_until("the twin to have everything", LONG, || {
         let offsets = (server.fact("master_repl_offset")?, twin.fact("slave_repl_offset")?);
         Ok(if offsets.0 == offsets.1 { Ok(()) } else { Err(format!("{offsets:?}")) })
@@ -118,6 +122,10 @@ fn equals_its_twin(kind: Kind, seed: u64) {
                     0 => client.queue(&["DEL", &key]),
                     1 => client.queue(&["RENAME", &key, &format!("key:{}", number + 10)]),
                     2 => client.queue(&["COPY", &key, &key, "DB", "1"]),
+                    3 if has_vectors && number % 50 == 3 => {
+                        let (key, element) = (format!("vectors:{}", number % 300), number.to_string());
+                        client.queue(&["VADD", &key, "VALUES", "3", "3", "2", "1", &element, "CAS"]);
+                    }
                     3 => client.queue(&["SET", &key, "other"]),
                     _ => client.queue(&["SETRANGE", &format!("new:{number}"), "3", "x"]),
                 }

@@ -166,7 +166,7 @@ impl FastServer {
         // SAFETY: By the build rule the address of a `dict` or of a `kvstore` is there.
         let keys = unsafe { read::<*mut c_void>(database.cast(), offset) };
         match self.symbols.own {
-            Own::Dicts(_, DictsOnly::Redis7(_)) => keys.cast(),
+            Own::Dicts(_, DictsOnly::Redis7(..)) => keys.cast(),
             Own::Dicts(..) => {
                 // SAFETY: By the build rule a store has the address of an array there.
                 let tables = unsafe { read::<*const u8>(keys.cast(), self.at.store_tables) };
@@ -235,24 +235,23 @@ impl FastServer {
                 prefetch(*entry);
             }
             for entry in entries.iter().filter(|entry| !entry.is_null()) {
-                prefetch(entry_key(*entry).cast_const().cast::<u8>().wrapping_sub(1));
+                prefetch(only.compared(*entry));
             }
         }
         let mut clock = None;
         for at in 0..batch.len() {
             let (Some(prepared), Some(record)) = (batch.get(at), records.get(at)) else { break };
-            let (key, value) = (prepared.key, prepared.value);
-            scratch.made_at = value.addr();
-            if !own.added(into, key, value) {
+            let (key, mut value) = (prepared.key, prepared.value);
+            if !only.added(into, key, &mut value, record.expires_ms) {
                 common.free(batch.get(at..).unwrap_or_default());
                 return Err(repeated(record));
             }
-            if matches!(only, DictsOnly::Valkey8(_)) {
-                // The server has copied it.
+            scratch.made_at = value.addr();
+            if only.copies_keys() {
                 common.free_sds(key);
             }
-            if let Some(expires_ms) = record.expires_ms {
-                own.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
+            if let Some(expires_ms) = record.expires_ms.filter(|_| !only.expires_as_added()) {
+                only.expire(common, into, bytes_of(&record.key, &mut digits), expires_ms);
             }
             if let Some(usage) = record.usage {
                 own.use_as(value, usage, *clock.get_or_insert_with(|| own.now()));
@@ -488,7 +487,8 @@ fn prefetch(address: *const u8) {
 
 const _: () = assert!(size_of::<c_char>() == 1 && size_of::<c_longlong>() == 8);
 
-// Entries of a `dict`, which hang on its buckets in chains.
+// Entries of a `dict`, which hang on its buckets in chains. Where values have their keys inside, the last of a chain is
+// the value itself, and the others are links: a value, and what follows. The low bits of an address say which it is.
 
 /// The first entry of a bucket, or null. Its low bits say what an entry is like.
 fn head(bucket: *const u8) -> *const u8 {
@@ -527,6 +527,55 @@ fn entry_value(entry: *const u8) -> Object {
     unsafe { of_entry(entry, ENTRY_VALUE_AT, 0) }
 }
 
+impl DictsOnly {
+    /// The key and the value of an entry. `None`: the key is inside of the value, which must be read for it.
+    fn key_and_value(&self, entry: *const u8) -> (Option<Sds>, Object) {
+        match self {
+            DictsOnly::Redis82(_) => (None, linked_value(entry)),
+            _ => (Some(entry_key(entry)), entry_value(entry)),
+        }
+    }
+
+    /// The key of an entry's value.
+    fn key_of(&self, (key, value): (Option<Sds>, Object)) -> Sds {
+        match (key, self) {
+            // SAFETY: A value of a table of keys, which has its key inside.
+            (None, DictsOnly::Redis82(only)) => unsafe { (only.key)(value) },
+            (key, _) => key.unwrap_or(ptr::null_mut()),
+        }
+    }
+
+    /// What the server reads to compare an entry's key with another.
+    fn compared(&self, entry: *const u8) -> *const u8 {
+        match self.key_and_value(entry) {
+            (None, value) => value.cast_const().cast(),
+            (Some(key), _) => key.cast_const().cast::<u8>().wrapping_sub(1),
+        }
+    }
+
+    /// The next entry of a chain, or null.
+    fn next(&self, entry: *const u8) -> *const u8 {
+        match self {
+            DictsOnly::Redis82(_) if is_value(entry) => ptr::null(),
+            _ => entry_next(entry),
+        }
+    }
+}
+
+/// Whether an entry is a value itself, where values have their keys inside.
+fn is_value(entry: *const u8) -> bool {
+    entry.addr() & ENTRY_IS_VALUE != 0
+}
+
+fn linked_value(entry: *const u8) -> Object {
+    let place = entry.map_addr(|address| address & !ENTRY_KIND);
+    if is_value(entry) {
+        return place.cast_mut().cast();
+    }
+    // SAFETY: A link, which begins with the address of a value.
+    unsafe { read(place, 0) }
+}
+
 fn entry_next(entry: *const u8) -> *const u8 {
     // SAFETY: An entry of a table: behind its value is the address of the next, or null.
     unsafe { of_entry(entry, ENTRY_NEXT_AT, EMBEDDING_NEXT_AT) }
@@ -543,8 +592,8 @@ const ENTRY_VALUE_AT: usize = 8;
 
 const ENTRY_NEXT_AT: usize = 16;
 
-/// `dictEntryEmbedded` of Valkey 8.0: value, next, the size of the key's head, and the key. Addresses of such entries
-/// have a bit.
+/// `dictEntryEmbedded` of Valkey 8.0: value, next, the size of the key's head, and the key. `dictEntryNoValue` of Redis
+/// 8.2: value, next. Addresses of such entries have a bit.
 const EMBEDDING_NEXT_AT: usize = 8;
 
 const EMBEDDED_KEY_AT: usize = 16;
@@ -552,6 +601,9 @@ const EMBEDDED_KEY_AT: usize = 16;
 const ENTRY_KIND: usize = 7;
 
 const ENTRY_EMBEDS: usize = 4;
+
+/// Redis 8.2: the address of a value itself has one of these bits.
+const ENTRY_IS_VALUE: usize = 3;
 
 // Keys added to the tables of Redis, and to those of Valkey 8.0 (`dict`): chains of entries, each with the addresses
 // of its value and of its key, or with the key inside.
@@ -584,20 +636,6 @@ impl Dicts {
         unsafe { (self.hash)(key.as_ptr().cast(), key.len()) }
     }
 
-    /// False if the key exists. The server takes the value if not, and the key unless it copies keys.
-    fn added(&self, into: Database, key: Sds, value: Object) -> bool {
-        // SAFETY: An existing database, a string and an object of our own.
-        unsafe { (self.add)(into, key, value) != 0 }
-    }
-
-    fn expire(&self, common: &Common, database: Database, key: &[u8], at_ms: u64) {
-        let name = common.name(key);
-        let at_ms = c_longlong::try_from(at_ms).unwrap_or(c_longlong::MAX);
-        // SAFETY: No client, as in the server's loader; an existing database with that key.
-        unsafe { (self.set_expiry)(ptr::null_mut(), database, name, at_ms) };
-        common.release(name);
-    }
-
     fn now(&self) -> c_longlong {
         // SAFETY: No conditions.
         c_longlong::from(unsafe { (self.clock)() })
@@ -617,9 +655,11 @@ impl Dicts {
                 let object = common.string(bytes);
                 match only {
                     // SAFETY: A string of our own; the function returns it or another in its place.
-                    DictsOnly::Redis7(only) => unsafe { (only.encode)(object) },
+                    DictsOnly::Redis7(_, only) => unsafe { (only.encode)(object) },
                     // SAFETY: As above. 0: its unused bytes stay, as in the server's loader.
-                    DictsOnly::Redis8(only) | DictsOnly::Valkey8(only) => unsafe { (only.encode)(object, 0) },
+                    DictsOnly::Redis8(_, only) | DictsOnly::Valkey8(_, only) => unsafe { (only.encode)(object, 0) },
+                    // SAFETY: As above.
+                    DictsOnly::Redis82(only) => unsafe { (only.encode)(object, 0) },
                 }
             }
             Value::Collection(Collection { kind, bytes }) => {
@@ -631,6 +671,54 @@ impl Dicts {
         }
     }
 }
+
+impl DictsOnly {
+    /// Whether the server copies the key of what it adds.
+    fn copies_keys(&self) -> bool {
+        matches!(self, DictsOnly::Redis82(_) | DictsOnly::Valkey8(..))
+    }
+
+    /// Whether [`DictsOnly::added`] sets the expiry.
+    fn expires_as_added(&self) -> bool {
+        matches!(self, DictsOnly::Redis82(_))
+    }
+
+    /// False if the key exists. The server takes the value if not, or puts another in its place, and takes the key
+    /// unless it copies keys.
+    fn added(&self, into: Database, key: Sds, value: &mut Object, expires_ms: Option<u64>) -> bool {
+        match self {
+            DictsOnly::Redis7(entries, _) | DictsOnly::Redis8(entries, _) | DictsOnly::Valkey8(entries, _) => {
+                // SAFETY: An existing database, a string and an object of our own.
+                unsafe { (entries.add)(into, key, *value) != 0 }
+            }
+            DictsOnly::Redis82(only) => {
+                let expires_ms = expires_ms.map_or(NEVER, |at| c_longlong::try_from(at).unwrap_or(c_longlong::MAX));
+                // SAFETY: As above.
+                !unsafe { (only.add)(into, key, value, expires_ms) }.is_null()
+            }
+        }
+    }
+
+    /// Sets a key's expiry, which may move its value.
+    fn expire(&self, common: &Common, database: Database, key: &[u8], at_ms: u64) {
+        let name = common.name(key);
+        let at_ms = c_longlong::try_from(at_ms).unwrap_or(c_longlong::MAX);
+        match self {
+            DictsOnly::Redis7(entries, _) | DictsOnly::Redis8(entries, _) | DictsOnly::Valkey8(entries, _) => {
+                // SAFETY: No client, as in the server's loader; an existing database with that key.
+                unsafe { (entries.set_expiry)(ptr::null_mut(), database, name, at_ms) };
+            }
+            DictsOnly::Redis82(only) => {
+                // SAFETY: As above.
+                unsafe { (only.set_expiry)(ptr::null_mut(), database, name, at_ms) };
+            }
+        }
+        common.release(name);
+    }
+}
+
+/// The expiry of a key that does not expire.
+const NEVER: c_longlong = -1;
 
 // Keys added to Valkey's tables (`hashtable`), from 8.1 on: buckets of seven objects, each with its key inside.
 //

@@ -8,7 +8,7 @@ use std::ptr;
 use remora_redis::rdb::{Collection, Usage, Value};
 
 use super::walk::{BUCKET_BYTES, bucket_of, candidates, encoding, kind, sds_bytes, text_of};
-use super::{DictsOnly, FastServer, HASH_SHIFT, Object, Own, SavedType, entry_key, entry_next, entry_value, head};
+use super::{FastServer, HASH_SHIFT, Object, Own, SavedType, head};
 use crate::ffi::context::Context;
 
 /// What an object is like.
@@ -106,7 +106,7 @@ impl FastServer {
         let (common, into) = (&self.symbols.common, self.database(adding.database)?);
         let (key, mut object) = (common.sds(adding.key), common.string(value));
         let (added, copied) = match &self.symbols.own {
-            Own::Dicts(own, only) => (own.added(into, key, object), matches!(only, DictsOnly::Valkey8(_))),
+            Own::Dicts(_, only) => (only.added(into, key, &mut object, None), only.copies_keys()),
             Own::Valkey(own, _) => (own.added(into, key, &mut object), true),
         };
         if !added {
@@ -127,14 +127,15 @@ impl FastServer {
         let (first, mask) = self.buckets(table);
         let hash = self.try_hash(adding.key);
         match &self.symbols.own {
-            Own::Dicts(..) => {
+            Own::Dicts(_, only) => {
                 let bucket = first.wrapping_add((hash & mask) as usize * size_of::<*const u8>());
                 let mut entry = head(bucket);
                 while !entry.is_null() {
-                    if sds_bytes(entry_key(entry)) == adding.key {
-                        return Some(entry_value(entry));
+                    let (key, value) = only.key_and_value(entry);
+                    if sds_bytes(only.key_of((key, value))) == adding.key {
+                        return Some(value);
                     }
-                    entry = entry_next(entry);
+                    entry = only.next(entry);
                 }
                 None
             }
@@ -162,7 +163,7 @@ impl FastServer {
     pub(crate) fn try_expire(&self, adding: &Adding<'_>, at_ms: u64) {
         let (common, into) = (&self.symbols.common, self.database(adding.database));
         match (&self.symbols.own, into) {
-            (Own::Dicts(own, _), Some(into)) => own.expire(common, into, adding.key, at_ms),
+            (Own::Dicts(_, only), Some(into)) => only.expire(common, into, adding.key, at_ms),
             (Own::Valkey(own, _), Some(into)) => drop(own.expire(common, into, adding.key, at_ms)),
             _ => {}
         }
@@ -171,14 +172,15 @@ impl FastServer {
     /// The key's expiry, by the functions that a walk uses.
     pub(crate) fn try_expiry(&self, adding: &Adding<'_>) -> Option<i64> {
         match &self.symbols.own {
-            Own::Dicts(own, _) => {
+            Own::Dicts(_, only) => {
                 let expiries = self.table_at(self.database(adding.database)?, self.at.database_expires);
                 // A store has no table before it has an entry.
                 if expiries.is_null() {
                     return None;
                 }
+                let object = self.in_its_bucket(adding)?;
                 let key = self.symbols.common.sds(adding.key);
-                let expiry = own.expiry_in(expiries.cast_mut().cast(), key);
+                let expiry = only.expiry_of(expiries.cast_mut().cast(), key, object);
                 self.symbols.common.free_sds(key);
                 expiry
             }

@@ -74,16 +74,22 @@ symbols! {
     /// Servers whose tables are `dict`s: Redis, and Valkey 8.0.
     Dicts {
         hash = "dictGenHashFunction": unsafe extern "C" fn(*const c_void, usize) -> u64,
-        add = "dbAddRDBLoad": unsafe extern "C" fn(Database, Sds, Object) -> c_int,
-        set_expiry = "setExpire": unsafe extern "C" fn(*mut c_void, Database, Object, c_longlong),
         set_usage = "objectSetLRUOrLFU": unsafe extern "C" fn(Object, c_longlong, c_longlong, c_longlong, c_int) -> c_int,
         clock = "LRU_CLOCK": unsafe extern "C" fn() -> c_uint,
-        find = "dictFind": unsafe extern "C" fn(*mut c_void, *const c_void) -> *mut c_void,
         idle = "estimateObjectIdleTime": unsafe extern "C" fn(Object) -> u64,
         frequency = "LFUDecrAndReturn": unsafe extern "C" fn(Object) -> c_ulong,
         load = "rdbLoadObject": unsafe extern "C" fn(c_int, *mut Rio, Sds, c_int, *mut c_int) -> Object,
         save_type = "rdbSaveObjectType": unsafe extern "C" fn(*mut Rio, Object) -> c_int,
         save = "rdbSaveObject": unsafe extern "C" fn(*mut Rio, Object, Object, c_int) -> isize,
+    }
+}
+
+symbols! {
+    /// What those have whose entries name a key and its value.
+    Entries {
+        add = "dbAddRDBLoad": unsafe extern "C" fn(Database, Sds, Object) -> c_int,
+        set_expiry = "setExpire": unsafe extern "C" fn(*mut c_void, Database, Object, c_longlong),
+        find = "dictFind": unsafe extern "C" fn(*mut c_void, *const c_void) -> *mut c_void,
     }
 }
 
@@ -101,15 +107,28 @@ symbols! {
     }
 }
 
+symbols! {
+    /// What Redis 8.2 has, whose values have their keys and expiries inside.
+    Redis82Only {
+        encode = "tryObjectEncodingEx": unsafe extern "C" fn(Object, c_int) -> Object,
+        add = "dbAddRDBLoad": unsafe extern "C" fn(Database, Sds, *mut Object, c_longlong) -> Object,
+        set_expiry = "setExpire": unsafe extern "C" fn(*mut c_void, Database, Object, c_longlong) -> Object,
+        key = "kvobjGetKey": unsafe extern "C" fn(Object) -> Sds,
+        expiry = "kvobjGetExpire": unsafe extern "C" fn(Object) -> c_longlong,
+    }
+}
+
 /// How servers with `dict`s differ.
 #[derive(Clone, Copy)]
 pub(super) enum DictsOnly {
     /// A database has its `dict`s itself.
-    Redis7(Redis7Only),
+    Redis7(Entries, Redis7Only),
     /// A database has stores of `dict`s.
-    Redis8(StoresOnly),
-    /// Likewise, and an entry has its key inside.
-    Valkey8(StoresOnly),
+    Redis8(Entries, StoresOnly),
+    /// Likewise, and a value has its key inside.
+    Redis82(Redis82Only),
+    /// A database has stores of `dict`s, and an entry has its key inside.
+    Valkey8(Entries, StoresOnly),
 }
 
 symbols! {
@@ -192,14 +211,25 @@ impl Symbols {
         let own = match family {
             Family::Redis7 => {
                 // SAFETY: Guaranteed by the caller.
-                let only = DictsOnly::Redis7(unsafe { Redis7Only::look_up(program) }?);
+                let entries = unsafe { Entries::look_up(program) }?;
+                // SAFETY: Guaranteed by the caller.
+                let only = DictsOnly::Redis7(entries, unsafe { Redis7Only::look_up(program) }?);
                 // SAFETY: Guaranteed by the caller.
                 Own::Dicts(unsafe { Dicts::look_up(program) }?, only)
             }
             Family::Redis8 | Family::Valkey80 => {
                 // SAFETY: Guaranteed by the caller.
-                let only = unsafe { StoresOnly::look_up(program) }?;
-                let only = if family == Family::Redis8 { DictsOnly::Redis8(only) } else { DictsOnly::Valkey8(only) };
+                let entries = unsafe { Entries::look_up(program) }?;
+                // SAFETY: Guaranteed by the caller.
+                let stores = unsafe { StoresOnly::look_up(program) }?;
+                let is_redis = family == Family::Redis8;
+                let only = if is_redis { DictsOnly::Redis8 } else { DictsOnly::Valkey8 };
+                // SAFETY: Guaranteed by the caller.
+                Own::Dicts(unsafe { Dicts::look_up(program) }?, only(entries, stores))
+            }
+            Family::Redis82 => {
+                // SAFETY: Guaranteed by the caller.
+                let only = DictsOnly::Redis82(unsafe { Redis82Only::look_up(program) }?);
                 // SAFETY: Guaranteed by the caller.
                 Own::Dicts(unsafe { Dicts::look_up(program) }?, only)
             }
@@ -249,8 +279,9 @@ mod tests {
     fn the_names_of_each_family_are_those_that_a_layout_has() {
         for family in Family::ALL {
             let own: &[&[&str]] = match family {
-                Family::Redis7 => &[Dicts::NAMES, Redis7Only::NAMES],
-                Family::Redis8 | Family::Valkey80 => &[Dicts::NAMES, StoresOnly::NAMES],
+                Family::Redis7 => &[Dicts::NAMES, Entries::NAMES, Redis7Only::NAMES],
+                Family::Redis8 | Family::Valkey80 => &[Dicts::NAMES, Entries::NAMES, StoresOnly::NAMES],
+                Family::Redis82 => &[Dicts::NAMES, Redis82Only::NAMES],
                 Family::Valkey8 => &[Valkey::NAMES, Valkey8Only::NAMES],
                 Family::Valkey9 => &[Valkey::NAMES, Valkey9Only::NAMES],
             };

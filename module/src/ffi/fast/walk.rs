@@ -10,15 +10,12 @@
 //! written, which would be a copy of its page. From the first window on in which something is left, what was taken is
 //! unlinked from its bucket. Nothing is freed: the child ends soon. Only a fork child may do this.
 
-use std::ffi::{c_int, c_longlong, c_void};
+use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
 use std::ptr;
 
-use super::symbols::{Dicts, Object, Own, Sds, Valkey, ValkeyOnly};
-use super::{
-    ENTRY_VALUE_AT, FastServer, SavedType, entry_key, entry_next, entry_value, head, prefetch, read, set_entry_next,
-    write,
-};
+use super::symbols::{Dicts, DictsOnly, Object, Own, Sds, Valkey, ValkeyOnly};
+use super::{ENTRY_VALUE_AT, FastServer, NEVER, SavedType, head, prefetch, read, set_entry_next, write};
 use crate::ffi::context::Context;
 
 /// Buckets that are looked at together: a few hundred keys, whose heads fit in a first-level cache.
@@ -116,9 +113,9 @@ impl FastServer {
         let mut walk = Walk { server: self, table, show, walked, stopped: false, deferred: true, lent };
         for which in 0..2 {
             match self.symbols.own {
-                Own::Dicts(own, _) => {
+                Own::Dicts(_, only) => {
                     let expiries = self.table_at(database, self.at.database_expires);
-                    walk.dict(&own, expiries.cast_mut().cast(), which);
+                    walk.dict(&only, expiries.cast_mut().cast(), which);
                 }
                 Own::Valkey(own, only) => walk.valkey_table(&own, &only, which),
             }
@@ -206,7 +203,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
 
     // --- dicts: chains of entries ---------------------------------------------------------------------------------
 
-    fn dict(&mut self, own: &Dicts, expiries: *mut c_void, which: usize) {
+    fn dict(&mut self, only: &DictsOnly, expiries: *mut c_void, which: usize) {
         let (first, count) = self.buckets(which);
         let server = self.server;
         // Asked once: most data sets have none.
@@ -225,11 +222,13 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
             for bucket in buckets {
                 let mut entry = head(place(bucket));
                 while !entry.is_null() {
-                    let (key, object) = (entry_key(entry), entry_value(entry));
-                    prefetch(key.cast_const().cast::<u8>().wrapping_sub(1));
+                    let (key, object) = only.key_and_value(entry);
                     prefetch(object.cast_const().cast());
+                    if let Some(key) = key {
+                        prefetch(key.cast_const().cast::<u8>().wrapping_sub(1));
+                    }
                     entries.push(Entry { bucket: place(bucket), entry, key, object, is_taken: false });
-                    entry = entry_next(entry);
+                    entry = only.next(entry);
                 }
             }
             for entry in &entries {
@@ -244,8 +243,9 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                     (COLLECTION_FIRST..=COLLECTION_LAST | STREAM, _) => FoundValue::Collection,
                     _ => continue,
                 };
-                let expires_ms = expire.then(|| own.expiry_in(expiries, entry.key)).flatten();
-                let key = sds_bytes(entry.key);
+                let key = only.key_of((entry.key, entry.object));
+                let expires_ms = expire.then(|| only.expiry_of(expiries, key, entry.object)).flatten();
+                let key = sds_bytes(key);
                 if self.show(&FoundKey { key, value, expires_ms, server, object: entry.object }) {
                     entry.is_taken = true;
                     taken += 1;
@@ -255,7 +255,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                 self.leave_out_before(which, window, size_of::<*const u8>(), unlink_all);
             }
             if !self.deferred && taken > before {
-                relink(&entries);
+                relink(only, &entries);
             }
         }
         self.taken(which, taken);
@@ -284,7 +284,7 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
                         entries.push(Entry {
                             bucket,
                             entry: ptr::without_provenance(position),
-                            key: ptr::null_mut(),
+                            key: None,
                             object,
                             is_taken: false,
                         });
@@ -329,7 +329,8 @@ impl<F: FnMut(&FoundKey<'_>) -> Step> Walk<'_, F> {
 struct Entry {
     bucket: *const u8,
     entry: *const u8,
-    key: Sds,
+    /// `None`: the key is inside of the object.
+    key: Option<Sds>,
     object: Object,
     is_taken: bool,
 }
@@ -343,11 +344,12 @@ fn unlink_all(bucket: *const u8) {
 }
 
 /// Makes chains of the entries that are left, in their order. `entries` has whole chains.
-fn relink(entries: &[Entry]) {
+fn relink(only: &DictsOnly, entries: &[Entry]) {
     for chain in entries.chunk_by(|one, other| one.bucket == other.bucket) {
         let mut next = ptr::null();
         for left in chain.iter().rev().filter(|entry| !entry.is_taken) {
-            if entry_next(left.entry) != next {
+            // A value that hangs in a chain itself is the last.
+            if only.next(left.entry) != next {
                 set_entry_next(left.entry, next);
             }
             next = left.entry;
@@ -499,14 +501,27 @@ impl FastServer {
     }
 }
 
-impl Dicts {
-    pub(super) fn expiry_in(&self, expiries: *mut c_void, key: Sds) -> Option<i64> {
+impl DictsOnly {
+    /// A key's expiry: by the table of expiries, or inside of its value.
+    pub(super) fn expiry_of(&self, expiries: *mut c_void, key: Sds, object: Object) -> Option<i64> {
+        let find = match self {
+            DictsOnly::Redis7(entries, _) | DictsOnly::Redis8(entries, _) | DictsOnly::Valkey8(entries, _) => {
+                entries.find
+            }
+            DictsOnly::Redis82(only) => {
+                // SAFETY: A value of a table of keys.
+                let expiry = unsafe { (only.expiry)(object) };
+                return (expiry != NEVER).then_some(expiry);
+            }
+        };
         // SAFETY: A table that exists, and a key; it is only looked up.
-        let entry = unsafe { (self.find)(expiries, key.cast()) };
+        let entry = unsafe { find(expiries, key.cast()) };
         // SAFETY: An entry of the table of expiries has a number behind its key.
         (!entry.is_null()).then(|| unsafe { read::<i64>(entry.cast_const().cast(), ENTRY_VALUE_AT) })
     }
+}
 
+impl Dicts {
     pub(super) fn idle_milliseconds(&self, object: Object) -> u64 {
         // SAFETY: A value of a table; it is only read.
         unsafe { (self.idle)(object) }
@@ -559,8 +574,5 @@ impl ValkeyOnly {
         }
     }
 }
-
-/// `EXPIRY_NONE`.
-const NEVER: c_longlong = -1;
 
 const _: () = assert!(size_of::<c_int>() == 4);
