@@ -9,7 +9,7 @@ use super::callback::{Command, EventHandler, Timer, command_entry, event_entry, 
 use super::context::Context;
 use super::entry::{Informer, info_entry};
 use super::functions::{OK, RawContext, RawCursor, RawEvent, RawKey, RawServerInfo, RawString, server};
-use super::key::{Key, OwnedStr, READ, Reply, StrRef, WRITE};
+use super::key::{Key, OwnedStr, READ, Reply, StrRef, UNTOUCHED, WRITE};
 
 // What a callback asks of the server: its keys, its commands, and INFO.
 
@@ -31,6 +31,14 @@ impl Context<'_> {
     pub(crate) fn open_to_write(&self, name: StrRef<'_>) -> Option<Key<'_>> {
         // SAFETY: A living context and string; the key takes a reference of its own to the string.
         let raw = unsafe { (server().open_key)(self.raw(), name.raw(), READ | WRITE) };
+        // SAFETY: Just opened, owned by us, and it can't outlive the context, which is borrowed.
+        NonNull::new(raw).map(|raw| unsafe { Key::new(raw, true) })
+    }
+
+    /// Opens a key as it is, which counts as no use of it. `None`: it does not exist.
+    pub(crate) fn open_untouched(&self, name: StrRef<'_>) -> Option<Key<'_>> {
+        // SAFETY: A living context and string; the key takes a reference of its own to the string.
+        let raw = unsafe { (server().open_key)(self.raw(), name.raw(), READ | UNTOUCHED) };
         // SAFETY: Just opened, owned by us, and it can't outlive the context, which is borrowed.
         NonNull::new(raw).map(|raw| unsafe { Key::new(raw, true) })
     }

@@ -123,10 +123,26 @@ impl<'c> Key<'c> {
     }
 
     /// Sets the milliseconds since its last use; a server that keeps frequencies ignores it.
+    ///
+    /// Valkey 9.1's function multiplies the number by 1000 and sets that many *seconds*, where it should divide. There
+    /// the time is set as near as that allows: to 1000 seconds.
     pub(crate) fn set_idle_time(&mut self, milliseconds: u64) {
-        let milliseconds = c_longlong::try_from(milliseconds).unwrap_or(c_longlong::MAX);
-        // SAFETY: An open key. A refusal means that the server doesn't keep it.
-        let _ = unsafe { (server().set_lru)(self.raw.as_ptr(), milliseconds) };
+        const MULTIPLIED_BY: u64 = 1_000_000;
+        let set = |milliseconds: u64| {
+            let milliseconds = c_longlong::try_from(milliseconds).unwrap_or(c_longlong::MAX);
+            // SAFETY: An open key. A refusal means that the server doesn't keep it.
+            let _ = unsafe { (server().set_lru)(self.raw.as_ptr(), milliseconds) };
+        };
+        let is_near = |within: u64| self.idle_time().is_none_or(|idle| idle.abs_diff(milliseconds) <= within);
+        set(milliseconds);
+        if is_near(IDLE_SLACK_MILLIS) {
+            return;
+        }
+        set((milliseconds + MULTIPLIED_BY / 2) / MULTIPLIED_BY);
+        if !is_near(MULTIPLIED_BY / 2 + IDLE_SLACK_MILLIS) {
+            // Longer than the server's clock for ages goes.
+            set(milliseconds);
+        }
     }
 
     /// Sets its frequency; a server that keeps idle times ignores it.
@@ -151,11 +167,17 @@ impl Drop for Key<'_> {
     }
 }
 
+/// Servers keep ages in seconds, and a second may begin meanwhile.
+const IDLE_SLACK_MILLIS: u64 = 2000;
+
 /// `REDISMODULE_READ`.
 pub(super) const READ: c_int = 1;
 
 /// `REDISMODULE_WRITE`.
 pub(super) const WRITE: c_int = 2;
+
+/// `REDISMODULE_OPEN_KEY_NOTOUCH`.
+pub(super) const UNTOUCHED: c_int = 1 << 16;
 
 /// `REDISMODULE_KEYTYPE_EMPTY`.
 const KEY_EMPTY: c_int = 0;

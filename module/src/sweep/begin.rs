@@ -10,7 +10,7 @@ use remora_fabric::handover;
 
 use super::commands::{self, BESIDES};
 use super::course::Course;
-use super::running::{self, NO_EVICTION, Sweep};
+use super::running::{self, Sweep};
 use crate::api::{Command, Context, KeyHash, OwnContext, OwnedStr, StrRef};
 use crate::capture::{armed, record};
 
@@ -65,8 +65,6 @@ enum Refused {
     Replica,
     #[error("the server has no backlog of its stream")]
     NoBacklog,
-    #[error("maxmemory-policy is {0}, and a sweep would change the ages that it goes by, or keys would leave unseen")]
-    Policy(String),
     #[error("the module {0} may change keys unseen")]
     OtherModule(String),
     #[error("the command {0} writes, and this version of remora does not know it")]
@@ -113,7 +111,9 @@ fn begin(context: &Context<'_>, address: &str, secret: &str) -> Result<Moment, R
     for database in course.databases() {
         record::put_database(&mut head, database.number, database.keys, 0);
     }
-    Sweep::begin(context, own, hash, socket, course, counts, &head).ok_or(Refused::NotReported("commands"))?;
+    let policy = context.setting("maxmemory-policy").ok_or(Refused::NotReported("maxmemory-policy"))?;
+    Sweep::begin(context, own, hash, socket, (course, counts, policy), &head)
+        .ok_or(Refused::NotReported("commands"))?;
     // The stream from here on begins with this PING, in this command's database, behind a SELECT if the command before
     // it was in another one. So a reader that begins in database 0 is right either way.
     if !(context.select(0) && context.replicate_ping()) {
@@ -141,10 +141,6 @@ fn conditions(context: &Context<'_>) -> Result<(), Refused> {
     let info = context.server_info(c"replication").ok_or(Refused::NotReported("replication"))?;
     if info.number(c"repl_backlog_active") != Some(1) {
         return Err(Refused::NoBacklog);
-    }
-    let policy = context.setting("maxmemory-policy").ok_or(Refused::NotReported("maxmemory-policy"))?;
-    if policy != NO_EVICTION {
-        return Err(Refused::Policy(policy));
     }
     only_this_module(context)?;
     known_commands(context)?;

@@ -82,8 +82,9 @@ impl Counts {
     }
 }
 
-/// The policy with which a server keeps every key, and no age of it that matters.
-pub(super) const NO_EVICTION: &str = "noeviction";
+/// How often a sweep looks whether keys were evicted. The snapshot would lack them: the server's counter is all that
+/// tells of them.
+const EVICTION_LOOK: Duration = Duration::from_millis(100);
 
 /// Why a sweep ends before its end.
 #[derive(Debug, thiserror::Error)]
@@ -102,8 +103,10 @@ enum Trouble {
     NotDumped { database: u32, key: String, text: String },
     #[error("the database {0} cannot be selected")]
     NoDatabase(u32),
-    #[error("keys were evicted meanwhile")]
+    #[error("the server evicted keys meanwhile: its memory is at maxmemory")]
     Evicted,
+    #[error("maxmemory-policy was changed meanwhile")]
+    OtherPolicy,
     #[error("the server does not report its counters")]
     NotReported,
     #[error("a bug of remora; the server's log has the location")]
@@ -117,6 +120,8 @@ struct Found {
     kind: KeyKind,
     length: usize,
     expires_at: Option<u64>,
+    /// What a record would change: it uses the key.
+    age: Age,
 }
 
 /// A sweep that is running.
@@ -131,6 +136,10 @@ pub(super) struct Sweep {
     seek: Cursor,
     filter: Option<FilterId>,
     counts: Counts,
+    /// The server's `maxmemory-policy`.
+    policy: String,
+    /// When the sweep last looked for evicted keys.
+    looked: Instant,
     /// The database that the next record belongs to without a word.
     database: Option<u32>,
     keys: u64,
@@ -146,16 +155,31 @@ impl Sweep {
         own: OwnContext,
         hash: KeyHash,
         socket: OwnedFd,
-        course: Course,
-        counts: Counts,
+        (course, counts, policy): (Course, Counts, String),
         head: &[u8],
     ) -> Option<()> {
         let mut feed = Feed::new(socket);
         feed.records().extend_from_slice(head);
         let (cursor, seek) = (Cursor::new(context), Cursor::new(context));
         let filter = Some(context.add_filter::<Filter>()?);
-        let (database, keys, rested, trouble) = (None, 0, Instant::now(), None);
-        let sweep = Sweep { course, feed, own, hash, cursor, seek, filter, counts, database, keys, rested, trouble };
+        let (database, keys, trouble) = (None, 0, None);
+        let (looked, rested) = (Instant::now(), Instant::now());
+        let sweep = Sweep {
+            course,
+            feed,
+            own,
+            hash,
+            cursor,
+            seek,
+            filter,
+            counts,
+            policy,
+            looked,
+            database,
+            keys,
+            rested,
+            trouble,
+        };
         INTERRUPTED.set(None);
         SWEEP.set(Some(sweep));
         context.set_timer::<Turn>(TURN_MILLIS, 0);
@@ -272,8 +296,23 @@ impl Sweep {
             record::put_selected(records, database);
             self.database = Some(database);
         }
-        record::put_key(records, found.expires_at, Age::Unknown, *kind, name.as_bytes());
+        // As the server's own saver: an age that the policy goes by.
+        let counts = match found.age {
+            Age::Idle(_) => self.policy.ends_with("-lru"),
+            Age::Frequency(_) => self.policy.ends_with("-lfu"),
+            Age::Unknown => false,
+        };
+        let age = if counts { found.age } else { Age::Unknown };
+        record::put_key(records, found.expires_at, age, *kind, name.as_bytes());
         records.extend_from_slice(value);
+        // The command has used the key, and nobody else has.
+        if let Some(mut key) = self.own.open_untouched(name) {
+            match found.age {
+                Age::Idle(milliseconds) => key.set_idle_time(milliseconds),
+                Age::Frequency(frequency) => key.set_frequency(frequency),
+                Age::Unknown => {}
+            }
+        }
         self.course.recorded(index);
         self.keys += 1;
         Ok(())
@@ -294,15 +333,21 @@ impl Sweep {
 
     /// Every key is passed: do the numbers agree?
     fn conclude(&mut self, context: &Context<'_>) -> Result<(), Trouble> {
-        let now = Counts::read(context).ok_or(Trouble::NotReported)?;
+        let now = self.look_for_evicted_keys(context)?;
         let policy = context.setting("maxmemory-policy").ok_or(Trouble::NotReported)?;
-        if now.evicted != self.counts.evicted || policy != NO_EVICTION {
-            return Err(Trouble::Evicted);
+        if policy != self.policy {
+            return Err(Trouble::OtherPolicy);
         }
         self.course.check(now.expired.saturating_sub(self.counts.expired))?;
         record::put_end(self.feed.records());
         self.feed.end(self.keys);
         Ok(())
+    }
+
+    fn look_for_evicted_keys(&mut self, context: &Context<'_>) -> Result<Counts, Trouble> {
+        self.looked = Instant::now();
+        let now = Counts::read(context).ok_or(Trouble::NotReported)?;
+        if now.evicted == self.counts.evicted { Ok(now) } else { Err(Trouble::Evicted) }
     }
 
     fn remove_filter(&mut self, context: &Context<'_>) {
@@ -316,7 +361,12 @@ impl Found {
     fn of(context: &Context<'_>, hash: KeyHash, name: StrRef<'_>, key: &crate::api::Key<'_>) -> Found {
         let name = OwnedStr::new(context, name.as_bytes());
         let place = Place::of_hash(hash.of(name.borrow().as_bytes()));
-        Found { name, place, kind: key.kind(), length: key.length(), expires_at: key.expires_at() }
+        let age = match (key.idle_time(), key.frequency()) {
+            (Some(milliseconds), _) => Age::Idle(milliseconds),
+            (None, Some(frequency)) => Age::Frequency(frequency),
+            (None, None) => Age::Unknown,
+        };
+        Found { name, place, kind: key.kind(), length: key.length(), expires_at: key.expires_at(), age }
     }
 }
 
@@ -360,7 +410,12 @@ fn sweep_on(context: &Context<'_>, sweep: &mut Sweep) -> Option<Result<u64, Stri
     let turn = sweep.rested.elapsed() * share / (100 - share);
     let until = Instant::now() + turn.clamp(TURN_MIN, TURN_MAX);
     if sweep.is_sweeping() {
-        sweep.attempt(|sweep| sweep.turn(until));
+        if sweep.looked.elapsed() >= EVICTION_LOOK {
+            sweep.attempt(|sweep| sweep.look_for_evicted_keys(context).map(drop));
+        }
+        if sweep.trouble.is_none() {
+            sweep.attempt(|sweep| sweep.turn(until));
+        }
         if sweep.trouble.is_none() && sweep.course.current().is_none() {
             sweep.remove_filter(context);
             sweep.attempt(|sweep| sweep.conclude(context));

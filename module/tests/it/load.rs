@@ -17,6 +17,11 @@ fn beginning(kind: Kind) -> Vec<u8> {
     bytes
 }
 
+/// Seconds by which an age may be another one that was set by the module's API: Valkey 9.1's has steps of 1000 seconds.
+pub(crate) fn age_slack(kind: Kind) -> i64 {
+    if kind == Kind::Redis7 { 60 } else { 560 }
+}
+
 fn text(key: &[u8], length: u64) -> Word<'_> {
     Word::Text { database: 0, key, length, expires_ms: None, usage: None }
 }
@@ -33,7 +38,7 @@ fn strings_from_memory_and_keys_from_the_link_arrive_in_one_load() {
         primary.send(&beginning(kind));
         primary.send(&shown.hello());
         shown.wait_for(1);
-        let usage = (kind == Kind::Redis7).then_some(Usage::Idle(500));
+        let usage = Some(Usage::Idle(5300));
         let far = 4_102_444_800_000;
         primary.send(&fields(&[
             Word::Text { database: 9, key: b"pieces", length: 250_000, expires_ms: Some(far), usage },
@@ -56,8 +61,7 @@ fn strings_from_memory_and_keys_from_the_link_arrive_in_one_load() {
         assert_eq!(client.text(&["GET", "other"]).unwrap(), "two");
         client.ok(&["SELECT", "9"]).unwrap();
         let idle = client.int(&["OBJECT", "IDLETIME", "pieces"]).unwrap();
-        let wanted = if usage.is_some() { 500 } else { 0 };
-        assert!((wanted..wanted + 60).contains(&idle), "{kind}: {idle}");
+        assert!((idle - 5300).abs() <= age_slack(kind), "{kind}: {idle}");
         assert_eq!(client.int(&["PEXPIRETIME", "pieces"]).unwrap(), far as i64);
         let whole = [&bytes[10..100_010], &bytes[150_000..299_999], &bytes[..1]].concat();
         assert!(client.bytes(&["GET", "pieces"]).unwrap().unwrap() == whole);

@@ -17,7 +17,9 @@ use remora_lab::{Kind, Server, Workload, fill_every_type, require};
 use remora_protocol::sweep::Frames;
 use remora_redis::resp::Frame;
 
-const LONG: Duration = Duration::from_secs(60);
+use crate::load::age_slack;
+
+const LONG: Duration = Duration::from_secs(120);
 
 /// Offers a socket to the module, and returns our end when the sweep has begun.
 fn begin(server: &Server) -> remora_lab::Result<UnixStream> {
@@ -188,6 +190,72 @@ fn an_agent_that_leaves_ends_its_sweep_and_another_one_may_begin() {
         assert!(server.fact("remora_sweep_error").unwrap().contains("its agent is gone"));
         assert!(snapshot(begin(&server).unwrap()).is_some());
         assert_eq!(server.fact("remora_sweeps_done").unwrap(), "1");
+    }
+}
+
+/// The ages of keys are as before in the server, and in the snapshot where the server goes by them.
+#[test]
+fn keys_stay_as_old_as_they_were() {
+    for kind in require::kinds() {
+        for (policy, option, question, is_saved) in [
+            ("allkeys-lru", "IDLETIME", "IDLETIME", true),
+            ("volatile-lfu", "FREQ", "FREQ", true),
+            ("noeviction", "IDLETIME", "IDLETIME", false),
+            ("allkeys-random", "IDLETIME", "IDLETIME", false),
+        ] {
+            let (server, _replica) = with_backlog(kind);
+            server.configure("maxmemory-policy", policy).unwrap();
+            let mut client = server.client().unwrap();
+            client.ok(&["SET", "template", "a value"]).unwrap();
+            let dumped = client.call(&["DUMP", "template"]).unwrap();
+            let dumped = dumped.as_bytes().unwrap();
+            let steps = if question == "FREQ" { 1 } else { 50 };
+            for number in 0..200_u32 {
+                let (key, age) = (format!("key:{number}"), (steps * number).to_string());
+                let words = [b"RESTORE".as_slice(), key.as_bytes(), b"0", dumped, option.as_bytes(), age.as_bytes()];
+                client.call(&words).unwrap();
+            }
+            let bytes = snapshot(begin(&server).unwrap());
+            let why = server.fact("remora_sweep_error").unwrap();
+            let folder = tempfile::tempdir().unwrap();
+            fs::write(folder.path().join("swept.rdb"), bytes.unwrap_or_else(|| panic!("{kind}: {why}"))).unwrap();
+            let loaded = Server::builder(kind)
+                .config("dir", folder.path().display())
+                .config("dbfilename", "swept.rdb")
+                .config("maxmemory-policy", policy);
+            let loaded = loaded.start().unwrap();
+            for (who, server) in [("the server", &server), ("the snapshot", &loaded)] {
+                if who == "the snapshot" && !is_saved {
+                    continue;
+                }
+                let mut client = server.client().unwrap();
+                for number in 0..200_i64 {
+                    let age = client.int(&["OBJECT", question, &format!("key:{number}")]).unwrap();
+                    let wanted = i64::from(steps) * number;
+                    // Ages grow with time, and frequencies sink with it.
+                    let slack = if question == "IDLETIME" && who == "the server" { age_slack(kind) } else { 60 };
+                    assert!((age - wanted).abs() <= slack, "{kind} {policy} {who}: {age} for {wanted}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_eviction_ends_the_sweep() {
+    for kind in require::kinds() {
+        let (server, _replica) = with_backlog(kind);
+        let mut client = server.client().unwrap();
+        client.ok(&["DEBUG", "POPULATE", "300000", "key", "100"]).unwrap();
+        server.configure("maxmemory-policy", "allkeys-lru").unwrap();
+        let socket = begin(&server).unwrap();
+        server.configure("maxmemory", "20mb").unwrap();
+        client.ok(&["SET", "one", "more"]).unwrap();
+        assert!(snapshot(socket).is_none(), "{kind}");
+        let why = server.fact("remora_sweep_error").unwrap();
+        assert!(why.contains("evicted"), "{kind}: {why}");
+        server.configure("maxmemory", "0").unwrap();
+        assert!(snapshot(begin(&server).unwrap()).is_some(), "{kind}");
     }
 }
 
