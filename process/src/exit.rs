@@ -50,7 +50,7 @@ pub enum Code {
     Store = 17,
     /// The old primary still takes the writes. If it is otherwise, the message says so.
     NotSwitched = 18,
-    /// The switch is done, and the hook that leads clients to the new primary failed.
+    /// The switch is done, and the hook failed, or the Sentinels do not name the new primary.
     HookFailed = 19,
 }
 
@@ -114,7 +114,7 @@ impl Code {
             }
             Self::Store => "backup and restore: the object store cannot be reached, or refuses a request",
             Self::NotSwitched => "switch: it did not happen; the message says which server takes the writes",
-            Self::HookFailed => "switch: it is done, but the hook that leads clients to the new primary failed",
+            Self::HookFailed => "switch: it is done, but the hook failed, or the Sentinels do not name the new primary",
         }
     }
 }

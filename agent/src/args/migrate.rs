@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::server::{TlsArgs, UrlParser};
-use super::{HostPort, LeftOut};
+use super::{HostPort, LeftOut, SentinelArgs};
 use crate::exit::{self, Code};
 use crate::server::{Server, ServerUrl, SetupError, Task};
 use crate::units::{Size, parse_duration};
@@ -111,6 +111,10 @@ pub struct SwitchArgs {
     #[arg(long, value_name = "HOST:PORT", help_heading = "Servers")]
     pub to_address: Option<HostPort>,
 
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub sentinel: SentinelArgs,
+
     /// How long writes may wait at the old primary. If the new one has not come up to it by then, nothing is changed
     /// and writes go on.
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = parse_duration, help_heading = "What to do")]
@@ -161,6 +165,9 @@ Examples:
   A switch that tells a proxy:
     remora switch --from redis://10.0.0.5:6379 --to redis://10.0.0.6:6379 \\
       --hook /usr/local/bin/move-clients --close-clients
+  A switch that the Sentinels of the primary learn of:
+    remora switch --from redis://10.0.0.5:6379 --to redis://10.0.0.6:6379 \\
+      --sentinel 10.0.0.1:26379,10.0.0.2:26379,10.0.0.3:26379 --sentinel-name mymaster
   And back:
     remora switch --from redis://10.0.0.6:6379 --to redis://10.0.0.5:6379
 

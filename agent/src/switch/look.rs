@@ -51,7 +51,9 @@ pub(super) async fn look(args: &SwitchArgs) -> Result<Found, Failure> {
     let direct = args.ends.to.host_and_port().map(|(host, port)| (host.to_owned(), port));
     let mut listed = named.or(direct).unwrap_or_default();
     if standing == Standing::Ready {
-        refuse_sentinels(&mut old).await?;
+        if !args.sentinel.is_given() {
+            refuse_sentinels(&mut old).await?;
+        }
         refuse_an_inexact_replica(&mut new).await?;
         let ports = ports_of(&mut new, &of_new).await?;
         listed = match &args.to_address {
@@ -140,9 +142,8 @@ async fn refuse_sentinels(old: &mut Client) -> Result<(), Failure> {
     match old.command(&["PUBSUB", "NUMSUB", SENTINELS]).await {
         Ok(answer) => match answer.as_array().and_then(|words| words.get(1)?.as_int()) {
             Some(count) if count > 0 => Err(Failure::refused(format!(
-                "Sentinels watch {url} ({count} subscribers of {SENTINELS}), and would undo the switch: set replica-priority 0 at all \
-                 its other replicas, and when the Sentinels have seen that, send SENTINEL FAILOVER to one of them (it does not wait \
-                 for writes)"
+                "Sentinels watch {url} ({count} subscribers of {SENTINELS}), and would undo the switch: name all of them with \
+                 --sentinel, and the primary's name there with --sentinel-name"
             ))),
             _ => Ok(()),
         },

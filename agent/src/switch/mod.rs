@@ -3,8 +3,12 @@
 //! ```text
 //!   look ── both servers are looked at, nothing is changed ──▶ refused │ dry run: what would happen │ done already
 //!     │
+//!   sentinels ── the new one becomes the best replica, if Sentinels watch the old one
+//!     │
 //!   exchange ── the old primary pauses writes, and steps down; the new one is promoted when it holds all writes
 //!     │            └─ not in time, or a signal: the old primary goes on
+//!   sentinels ── name the new primary
+//!     │
 //!   hook ─── leads clients to the new primary
 //!     │
 //!   the old one's clients are closed, if that is wanted
@@ -13,6 +17,7 @@
 //! - [`exchange`]: the order of the steps, and what is undone. Pure, and played by the simulation. **Start here.**
 //! - [`orders`]: carries them out.
 //! - [`look`](mod@look): what both servers must be before.
+//! - [`sentinels`]: the primary's name at its Sentinels.
 //!
 //! A command that is killed leaves no pause behind, since the pause ends by the time that the server was given. Where
 //! it stood, the servers say: the same command goes on there.
@@ -20,6 +25,7 @@
 pub(crate) mod exchange;
 pub(crate) mod look;
 mod orders;
+mod sentinels;
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -31,6 +37,7 @@ use tokio::time::{Instant, sleep};
 use self::exchange::{End, Follower, Open, Seen, Side, Why};
 use self::look::{Found, full_copies, look};
 use self::orders::{Outcome, Ready, perform};
+use self::sentinels::Name;
 use crate::args::SwitchArgs;
 use crate::exit::{Code, Failure};
 use crate::progress;
@@ -52,25 +59,42 @@ pub async fn run(args: SwitchArgs) -> Result<(), Failure> {
             return Err(Failure::new(Code::Interrupted, format!("stopped by {name}: nothing was changed")));
         }
     };
-    let mut ready = match looked {
+    let (mut ready, is_done) = match looked {
         // A former run may have ended before its clients were led.
-        Found::Switched(mut ready) => {
-            let (old, new) = ready.urls();
-            progress::print_line(&format!("{new} is the primary already, and {old} follows it"))?;
-            return if args.dry_run { Ok(()) } else { finish(&args, &mut ready).await };
-        }
-        Found::Ready(ready) => *ready,
+        Found::Switched(ready) => (*ready, true),
+        Found::Ready(ready) => (*ready, false),
     };
+    let mut name = match args.sentinel.open()? {
+        Some(sentinels) => Some(Name::look(sentinels, &mut ready).await?),
+        None => None,
+    };
+    if is_done {
+        let (old, new) = ready.urls();
+        progress::print_line(&format!("{new} is the primary already, and {old} follows it"))?;
+        if args.dry_run {
+            return Ok(());
+        }
+        prepare(&mut name, &mut ready, &mut signals).await?;
+        return finish(&args, &mut ready, &mut name).await;
+    }
     if args.dry_run {
-        return progress::print_line(&ready.would());
+        let moves = name.as_ref().map_or_else(String::new, |name| format!("; {} would move with it", name.name()));
+        return progress::print_line(&format!("{}{moves}", ready.would()));
     }
     for side in [Side::Old, Side::New] {
         ready.told(side).take_over().await?;
     }
-    let pause = switched(&ready.urls(), args.max_pause, perform(&mut ready, args.max_pause, &mut signals).await)?;
-    let report = Report::of(&mut ready, pause).await;
+    prepare(&mut name, &mut ready, &mut signals).await?;
+    let outcome = perform(&mut ready, args.max_pause, &mut signals).await;
+    // If it is open which one is the primary, the Sentinels may decide, and must choose the new one.
+    if let (Some(name), End::Undone { .. }) = (&mut name, &outcome.end) {
+        name.set_back(&mut ready.new, false).await;
+    }
+    let pause = switched(&ready.urls(), args.max_pause, outcome)?;
+    let mut report = Report::of(&mut ready, pause).await;
     tracing::info!("{} is the primary, and {} follows it", report.new, report.old);
-    let led = finish(&args, &mut ready).await;
+    let led = finish(&args, &mut ready, &mut name).await;
+    report.sentinel_name = name.filter(Name::is_moved).map(|name| name.name().to_owned());
     let told = match args.json {
         true => progress::print_json(&report),
         false => progress::print_line(&report.text()),
@@ -149,16 +173,38 @@ fn switched((old, new): &(String, String), limit: Duration, outcome: Outcome) ->
     }
 }
 
-/// What follows a switch: the servers note their roles, and clients are led.
-async fn finish(args: &SwitchArgs, ready: &mut Ready) -> Result<(), Failure> {
+/// Makes the new one the best replica for the Sentinels, if there are some.
+async fn prepare(name: &mut Option<Name>, ready: &mut Ready, signals: &mut Signals) -> Result<(), Failure> {
+    let Some(name) = name else { return Ok(()) };
+    let prepared = tokio::select! {
+        prepared = name.make_best(&mut ready.new) => prepared,
+        name = signals.next() => {
+            Err(Failure::new(Code::Interrupted, format!("stopped by {name}: neither server has changed its role")))
+        }
+    };
+    if prepared.is_err() {
+        name.set_back(&mut ready.new, false).await;
+    }
+    prepared
+}
+
+/// What follows a switch: the Sentinels and the servers note the roles, and clients are led.
+async fn finish(args: &SwitchArgs, ready: &mut Ready, name: &mut Option<Name>) -> Result<(), Failure> {
     let (old, new) = ready.urls();
+    let mut led = Ok(());
+    if let Some(name) = name {
+        led = name.follow().await;
+        // Where they have not moved the name, they may do it later, and must choose this one then.
+        if led.is_ok() {
+            name.set_back(&mut ready.new, true).await;
+        }
+    }
     if args.rewrite_config {
         rewrite_config(ready).await;
     }
-    let mut led = match &args.hook {
-        Some(program) => run_hook(program, args.hook_timeout, (&old, &new)).await,
-        None => Ok(()),
-    };
+    if let (Ok(()), Some(program)) = (&led, &args.hook) {
+        led = run_hook(program, args.hook_timeout, (&old, &new)).await;
+    }
     if led.is_ok() && args.close_clients {
         led = close_clients(ready).await;
     }
@@ -201,8 +247,10 @@ struct Report {
     new: String,
     /// Seconds during which the old primary accepted no writes and the new one not yet.
     pause_seconds: f64,
-    /// The other replicas of the old primary, which stay with it.
+    /// The other replicas of the old primary. They stay with it, unless Sentinels make them follow the new one.
     others: Vec<String>,
+    /// The primary's name at the Sentinels, if it has moved.
+    sentinel_name: Option<String>,
     /// Whether the old primary has continued at its offset: it needed no full copy. `None` if that is not known.
     continued: Option<bool>,
 }
@@ -215,23 +263,26 @@ impl Report {
             new: ready.new.url().to_string(),
             others: ready.others.clone(),
             pause_seconds: pause.as_secs_f64(),
+            sentinel_name: None,
             continued: copies.zip(ready.full_copies).map(|(now, before)| now == before),
         }
     }
 
     fn text(&self) -> String {
-        let Report { old, new, others, pause_seconds, continued } = self;
+        let Report { old, new, others, pause_seconds, continued, sentinel_name } = self;
         let how = match continued {
             Some(true) => " without a full copy",
             Some(false) => " after a full copy: the new one's backlog did not reach back to the switch",
             None => "",
         };
-        let stay = match &others[..] {
-            [] => String::new(),
-            others => format!("\nits other replicas stay behind it: {}", others.join(", ")),
+        let named = sentinel_name.as_ref().map_or_else(String::new, |name| format!("\nit is {name} at the Sentinels"));
+        let stay = match (&others[..], sentinel_name) {
+            ([], _) => String::new(),
+            (others, None) => format!("\nits other replicas stay behind it: {}", others.join(", ")),
+            (others, Some(_)) => format!("\nthe Sentinels make the other replicas follow it: {}", others.join(", ")),
         };
         format!(
-            "{new} is the primary since a pause of {:.0} ms; {old} follows it{how}{stay}\nback: remora switch --from {new} --to {old}",
+            "{new} is the primary since a pause of {:.0} ms; {old} follows it{how}{named}{stay}\nback: remora switch --from {new} --to {old}",
             pause_seconds * 1000.0
         )
     }

@@ -188,7 +188,7 @@ fn what_cannot_change_its_role_is_refused_before_anything_is_changed() {
         // A Sentinel, as far as the server knows.
         let mut sentinel = old.client().unwrap();
         sentinel.call(&["SUBSCRIBE", "__sentinel__:hello"]).unwrap();
-        says(&switch(&stage, &old, &new, &[], 3), &["Sentinels watch", "SENTINEL FAILOVER"]);
+        says(&switch(&stage, &old, &new, &[], 3), &["Sentinels watch", "--sentinel-name"]);
         drop(sentinel);
         wait_until("the subscriber to be gone", LONG, || {
             let count = old.client()?.list(&["PUBSUB", "NUMSUB", "__sentinel__:hello"])?[1].as_int();

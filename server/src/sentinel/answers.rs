@@ -28,6 +28,8 @@ pub struct KnownReplica {
     pub run_id: String,
     /// `slave`, and `s_down`, `disconnected`, …
     pub flags: String,
+    /// Its `replica-priority`: of several replicas, one with the lowest is promoted, and none with 0.
+    pub priority: u64,
 }
 
 /// Reads `SENTINEL GET-MASTER-ADDR-BY-NAME`. `None`: Sentinel does not know the name.
@@ -62,7 +64,13 @@ pub(super) fn replicas(answer: &Frame) -> Result<Option<Vec<KnownReplica>>, Stri
     let replica = |entry| {
         let fields = Fields::of(entry)?;
         let address = host_and_port(fields.get("ip")?, fields.get("port")?).ok();
-        Ok(KnownReplica { address, run_id: fields.get("runid")?.to_owned(), flags: fields.get("flags")?.to_owned() })
+        let priority = fields.number("slave-priority")?;
+        Ok(KnownReplica {
+            address,
+            run_id: fields.get("runid")?.to_owned(),
+            flags: fields.get("flags")?.to_owned(),
+            priority,
+        })
     };
     list.iter().map(replica).collect::<Result<_, String>>().map(Some)
 }
@@ -205,11 +213,14 @@ mod tests {
         assert!(group(&list(&fields)).unwrap_err().contains("failover-timeout"));
         assert!(group(&list(&["flags"])).is_err() && group(&Frame::Null).is_err());
 
-        let one = list(&["ip", "10.0.0.2", "port", "6380", "runid", "abc", "flags", "slave"]);
-        let source = list(&["ip", "10.0.0.3", "port", "0", "runid", "", "flags", "s_down,slave,disconnected"]);
+        let priority = ["slave-priority", "7"];
+        let one =
+            list(&[&["ip", "10.0.0.2", "port", "6380", "runid", "abc", "flags", "slave"][..], &priority].concat());
+        let source = ["ip", "10.0.0.3", "port", "0", "runid", "", "flags", "s_down,slave,disconnected"];
+        let source = list(&[&source[..], &priority].concat());
         let read = replicas(&Frame::Array(vec![one, source])).unwrap().unwrap();
         assert_eq!(read[0].address.as_ref().unwrap().to_string(), "10.0.0.2:6380");
-        assert_eq!((read[0].run_id.as_str(), read[0].flags.as_str()), ("abc", "slave"));
+        assert_eq!((read[0].run_id.as_str(), read[0].flags.as_str(), read[0].priority), ("abc", "slave", 7));
         assert!(read[1].address.is_none());
     }
 

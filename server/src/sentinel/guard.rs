@@ -105,6 +105,7 @@ mod tests {
             address: address.map(|address| address.parse().unwrap()),
             run_id: run_id.into(),
             flags: String::new(),
+            priority: 100,
         };
         assert!(is_it(&replica(None, "a"), &facts, &url) && is_it(&replica(Some("10.0.0.2:6380"), ""), &facts, &url));
         assert!(!is_it(&replica(Some("10.0.0.2:6381"), ""), &facts, &url));

@@ -134,6 +134,18 @@ impl Sentinels {
         read.map_err(|what| self.failed(server, &what, false))
     }
 
+    /// The replicas that this Sentinel knows.
+    pub async fn replicas_at(&self, server: &Server) -> Result<Vec<KnownReplica>, SentinelError> {
+        let answer = self.order(server, &["SENTINEL", "REPLICAS", &self.0.name]).await?;
+        let read = answers::replicas(&answer).map(Option::unwrap_or_default);
+        read.map_err(|what| self.failed(server, &what, false))
+    }
+
+    /// Has this Sentinel begin a fail-over, without the consent of the others.
+    pub async fn fail_over(&self, server: &Server) -> Result<(), SentinelError> {
+        self.order(server, &["SENTINEL", "FAILOVER", &self.0.name]).await.map(drop)
+    }
+
     /// Sets `failover-timeout` at this Sentinel, which writes it to its configuration file.
     pub async fn set_failover_timeout(&self, server: &Server, millis: u64) -> Result<(), SentinelError> {
         let order = ["SENTINEL", "SET", &self.0.name, "failover-timeout", &millis.to_string()];

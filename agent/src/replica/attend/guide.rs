@@ -235,7 +235,7 @@ mod tests {
     }
 
     fn replica(address: &str, flags: &str) -> KnownReplica {
-        KnownReplica { address: Some(at(address)), run_id: String::new(), flags: flags.into() }
+        KnownReplica { address: Some(at(address)), run_id: String::new(), flags: flags.into(), priority: 100 }
     }
 
     /// After a fail-over from 10.0.0.1 to 10.0.0.2.
