@@ -1,6 +1,6 @@
 //! Register: every family that an agent exports, with its type, its labels, and what to do when its value is bad.
 //!
-//! Agents name families by these constants, so that no name, help or label is written twice. A test compares the table
+//! Agents name families by these constants, so that no name, help or label is written twice. A test compares the tables
 //! in `docs/reference/metrics.md` with this register, and another one what agents export.
 
 /// Names and values that belong together.
@@ -118,17 +118,6 @@ impl Agent {
     }
 }
 
-impl Kind {
-    #[cfg(test)]
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Gauge => "gauge",
-            Counter => "counter",
-            Info => "info",
-        }
-    }
-}
-
 impl Unit {
     /// How names end whose values have a unit. The first that fits counts.
     const BY_ENDING: [(&str, Unit); 10] = [
@@ -143,24 +132,6 @@ impl Unit {
         ("_blocks", Unit::Blocks),
         ("_state", Unit::State),
     ];
-
-    /// As in the manual.
-    #[cfg(test)]
-    pub fn name(self) -> &'static str {
-        match self {
-            Unit::BytesPerSecond => "bytes per second",
-            Unit::Moment => "seconds since 1970",
-            Unit::Seconds => "seconds",
-            Unit::Bytes => "bytes",
-            Unit::Offset => "bytes of the stream",
-            Unit::Ratio => "0 to 1",
-            Unit::Slots => "slots",
-            Unit::Blocks => "blocks of 4 KiB",
-            Unit::State => "0 or 1",
-            Unit::Count => "",
-            Unit::One => "1",
-        }
-    }
 }
 
 impl Family {
@@ -487,35 +458,33 @@ mod tests {
 
     use super::*;
 
-    /// The manual's table, between its head and the next empty line.
-    fn table() -> String {
-        let mut text = String::from(
-            "| name | type | unit | labels | of | what it is | when it is bad |\n|---|---|---|---|---|---|---|\n",
-        );
-        for family in ALL {
-            let agents: Vec<&str> = match family.agents {
-                agents if agents == EVERY => vec!["all"],
-                agents if agents == RESIDENT => vec!["all but `fetch`, never in a file"],
-                agents => agents.iter().map(|agent| agent.name()).collect(),
+    /// The manual's tables: one for each run of families that the same agents export.
+    fn tables() -> String {
+        let runs = ALL.chunk_by(|family, next| family.agents == next.agents).map(|families| {
+            let agents = match families[0].agents {
+                agents if agents == EVERY => "all".to_owned(),
+                agents if agents == RESIDENT => "all but `fetch`, never in a file".to_owned(),
+                agents => agents.iter().map(|agent| agent.name()).collect::<Vec<_>>().join(", "),
             };
-            let labels: Vec<String> = family.labels.iter().map(|label| format!("`{label}`")).collect();
-            let (name, kind, unit, help) = (family.full_name(), family.kind.name(), family.unit().name(), family.help);
-            let (labels, agents, advice) = (labels.join(", "), agents.join(", "), family.advice);
-            text.push_str(&format!("| `{name}` | {kind} | {unit} | {labels} | {agents} | {help} | {advice} |\n"));
-        }
-        text
+            let rows = families.iter().map(|family| {
+                let labels = match family.labels {
+                    [] => String::new(),
+                    labels => format!("{{{}}}", labels.join(",")),
+                };
+                format!("| `{}{labels}` | {} | {} |\n", family.full_name(), family.help, family.advice)
+            });
+            format!("| {agents} | what it is | when it is bad |\n|---|---|---|\n{}", rows.collect::<String>())
+        });
+        runs.collect::<Vec<_>>().join("\n")
     }
 
     #[test]
-    fn the_manual_has_this_table() {
-        let manual = include_str!("../../docs/reference/metrics.md");
+    fn the_manual_has_these_tables() {
+        let (manual, tables) = (include_str!("../../docs/reference/metrics.md"), tables());
         let has = |line: &str| manual.lines().any(|other| other == line);
-        let wrong: Vec<&str> = table().leak().lines().filter(|line| !has(line)).collect();
-        assert!(
-            manual.contains(&table()),
-            "docs/reference/metrics.md lacks, or has in another order:\n{}",
-            wrong.join("\n")
-        );
+        let wrong: Vec<&str> = tables.lines().filter(|line| !has(line)).collect();
+        let wrong = wrong.join("\n");
+        assert!(manual.contains(&tables), "docs/reference/metrics.md lacks, or has in another order:\n{wrong}");
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub struct AttendArgs {
     pub sources: Vec<HostPort>,
 
     /// File with the secret that the agent shares with the source. May be repeated: the agent proves the first token to
-    /// the source and to other replicas, and lends its slots to replicas with any of them.
+    /// the source and to other replicas, and serves its slots to replicas with any of them.
     #[arg(long = "token-file", value_name = "FILE", required_unless_present = "cert", help_heading = "Source")]
     pub token_files: Vec<PathBuf>,
 

@@ -36,7 +36,7 @@ pub struct SecurityArgs {
     pub plaintext_network: bool,
 
     /// For `mtls`: the certificate of this agent (PEM), then those between it and its authority. It must be valid for
-    /// servers at a source and a replica that lends slots, and for clients at every other command and a replica.
+    /// servers at a source and a replica that serves slots, and for clients at every other command and a replica.
     #[arg(long, value_name = "FILE", help_heading = "Security")]
     pub cert: Option<PathBuf>,
 
@@ -50,7 +50,7 @@ pub struct SecurityArgs {
     pub ca: Option<PathBuf>,
 
     /// For `mtls`: the name that the certificates of source and lending replicas must be for, where no option names
-    /// that of the one or the other. Default: the host in --source, and the IP address of a replica that lends slots.
+    /// that of the one or the other. Default: the host in --source, and the IP address of a replica that serves slots.
     #[arg(long, value_name = "NAME", help_heading = "Security")]
     pub peer_name: Option<String>,
 }
@@ -79,8 +79,8 @@ impl SourceKeyArgs {
 /// Which replicas a replica reads from.
 #[derive(Clone, Debug, Default, Args)]
 pub struct LenderNameArgs {
-    /// For `mtls`: the name that the certificates of replicas that lend slots to this one must be for. Default: that of
-    /// --peer-name, or the IP address of the replica.
+    /// For `mtls`: the name that the certificates of replicas that serve slots to this one must be for. Default: that
+    /// of --peer-name, or the IP address of the replica.
     #[arg(long, value_name = "NAME", value_parser = parse_name_of_peer, help_heading = "Security")]
     pub lender_name: Option<String>,
 }

@@ -30,7 +30,7 @@ pub struct ReplicaArgs {
     pub read: Plain<ReadOptions>,
 
     /// File with the secret that the agent shares with the source. May be repeated: the agent proves the first token to
-    /// the source and to other replicas, and lends its slots to replicas with any of them. Needed unless the source
+    /// the source and to other replicas, and serves its slots to replicas with any of them. Needed unless the source
     /// has `--security mtls` and no token.
     #[arg(long = "token-file", value_name = "FILE", required_unless_present = "cert", help_heading = "Source")]
     pub token_files: Vec<PathBuf>,
@@ -371,7 +371,7 @@ pub enum Delivery {
     Intercept,
 }
 
-/// How a replica lends slots to other replicas.
+/// How a replica serves slots to other replicas.
 #[derive(Clone, Debug, Default, Args)]
 pub struct RelayArgs {
     /// Lend received slots to other replicas, so that the source sends each of them about once. This opens a port,
@@ -384,7 +384,7 @@ pub struct RelayArgs {
     #[arg(long, overrides_with = "serve_peers", help_heading = "Other replicas")]
     pub no_serve_peers: bool,
 
-    /// Address and port to lend slots at. Default: the local address of the connection to the source, and any free
+    /// Address and port to serve slots at. Default: the local address of the connection to the source, and any free
     /// port.
     #[arg(long, value_name = "ADDR:PORT", help_heading = "Other replicas")]
     pub peer_listen: Option<SocketAddr>,

@@ -82,7 +82,7 @@ pub struct SourceArgs {
     pub journal_memory: Option<Size>,
 
     /// Size of a snapshot's slots: a power of two from 64KiB to 64MiB. A replica resumes at the beginning of a slot,
-    /// and lends a slot to others when it has all of it. Default: 1MiB, or more if the memory would hold more than
+    /// and serves a slot to others when it has all of it. Default: 1MiB, or more if the memory would hold more than
     /// 262144 of them.
     #[arg(long, value_name = "SIZE", value_parser = parse_slot_size, help_heading = "Memory")]
     pub slot_size: Option<Size>,

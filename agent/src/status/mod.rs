@@ -184,7 +184,7 @@ impl<'a> Tree<'a> {
                 Some(name) if level >= INDENTED_LEVELS => format!("  reads from {name},"),
                 _ => String::new(),
             };
-            text.push_str(&format!("{indent}{edge} {}{upstream}{}\n", reader.name, lends(reader)));
+            text.push_str(&format!("{indent}{edge} {}{upstream}{}\n", reader.name, serves(reader)));
             let below = if level < INDENTED_LEVELS { format!("{indent}{below}") } else { indent.to_owned() };
             self.branch(Some(reader.session), level + 1, &below, text);
         }
@@ -196,12 +196,12 @@ impl<'a> Tree<'a> {
 const INDENTED_LEVELS: usize = 24;
 
 /// What other replicas can read from this one, as text.
-fn lends(replica: &ReplicaStatus) -> String {
+fn serves(replica: &ReplicaStatus) -> String {
     let zone = if replica.zone.is_empty() { String::new() } else { format!(", zone {}", replica.zone) };
     let what = match (replica.serves, replica.oldest_slot) {
-        (false, _) => "lends nothing".to_owned(),
-        (true, 0) => format!("lends {} slots", replica.slots_held),
-        (true, oldest) => format!("lends slots {oldest} to {}", replica.slots_held.saturating_sub(1)),
+        (false, _) => "serves nothing".to_owned(),
+        (true, 0) => format!("serves {} slots", replica.slots_held),
+        (true, oldest) => format!("serves slots {oldest} to {}", replica.slots_held.saturating_sub(1)),
     };
     format!("  {what}{zone}")
 }
@@ -321,10 +321,10 @@ mod tests {
         let mut text = String::new();
         Tree::of(&all).branch(None, 0, "", &mut text);
         let drawn = "\
-└─ a  lends 10 slots
-   ├─ b  lends 10 slots
-   │  └─ c  lends 10 slots
-   └─ d  lends slots 3 to 9, zone east
+└─ a  serves 10 slots
+   ├─ b  serves 10 slots
+   │  └─ c  serves 10 slots
+   └─ d  serves slots 3 to 9, zone east
 ";
         assert_eq!(text, drawn);
     }
@@ -333,7 +333,7 @@ mod tests {
     fn one_whose_peer_is_gone_hangs_below_the_source_and_a_ring_ends() {
         let mut text = String::new();
         Tree::of(&[replica(1, "a", Some(9))]).branch(None, 0, "", &mut text);
-        assert_eq!(text, "└─ a  lends 10 slots\n");
+        assert_eq!(text, "└─ a  serves 10 slots\n");
         let ring = [replica(1, "a", Some(2)), replica(2, "b", Some(1))];
         Tree::of(&ring).branch(Some(1), 0, "", &mut text);
         assert!(text.lines().count() <= 2 + remora_protocol::MAX_REPLICAS);
@@ -347,7 +347,7 @@ mod tests {
         Tree::of(&all).branch(None, 0, "", &mut text);
         assert_eq!(text.lines().count(), 1000);
         assert!(text.lines().all(|line| line.chars().count() < 140), "{text}");
-        assert!(text.contains("└─ db24  lends 10 slots\n"), "{text}");
-        assert!(text.contains("└─ db1000  reads from db999,  lends 10 slots\n"), "{text}");
+        assert!(text.contains("└─ db24  serves 10 slots\n"), "{text}");
+        assert!(text.contains("└─ db1000  reads from db999,  serves 10 slots\n"), "{text}");
     }
 }

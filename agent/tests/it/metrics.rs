@@ -28,10 +28,9 @@ fn get(address: SocketAddr, path: &str) -> Page {
     http::get(address, path, OPENMETRICS).unwrap()
 }
 
-/// A line of the manual's table.
+/// A line of the manual's tables.
 #[derive(Debug)]
 pub(crate) struct Listed {
-    kind: String,
     labels: BTreeSet<String>,
     /// The agents that export it.
     of: String,
@@ -41,15 +40,20 @@ pub(crate) struct Listed {
 pub(crate) fn manual() -> BTreeMap<String, Listed> {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/metrics.md");
     let page = std::fs::read_to_string(page).unwrap();
-    let listed = page.lines().filter_map(|line| {
-        let cells: Vec<&str> = line.strip_prefix("| `")?.split(" | ").collect();
-        let [name, kind, _, labels, of, ..] = &cells[..] else { return None };
-        let name = name.strip_suffix('`').filter(|_| ["gauge", "counter", "info"].contains(kind))?;
-        let labels = labels.split(", ").map(|label| label.trim_matches([' ', '`']).to_owned());
-        let labels = labels.filter(|label| !label.is_empty()).collect();
-        Some((name.to_owned(), Listed { kind: (*kind).to_owned(), labels, of: (*of).to_owned() }))
-    });
-    let listed: BTreeMap<_, _> = listed.collect();
+    let (mut listed, mut of) = (BTreeMap::new(), String::new());
+    for line in page.lines() {
+        let cells: Vec<&str> = line.split(" | ").collect();
+        let [first, what, _] = &cells[..] else { continue };
+        let first = first.trim_start_matches("| ");
+        if *what == "what it is" {
+            of = first.to_owned();
+        } else if let Some(name) = first.strip_prefix('`').and_then(|name| name.strip_suffix('`')) {
+            let (name, labels) = name.split_once('{').unwrap_or((name, ""));
+            let labels = labels.trim_end_matches('}').split(',').filter(|label| !label.is_empty());
+            listed.insert(name.to_owned(), Listed { labels: labels.map(str::to_owned).collect(), of: of.clone() });
+        }
+    }
+    listed.retain(|name, _| name.starts_with("remora_") || name.starts_with("process_"));
     assert!(listed.len() > 80, "{listed:?}");
     listed
 }
@@ -67,8 +71,8 @@ fn values(text: &str) -> Vec<(String, BTreeSet<String>)> {
     parsed.collect()
 }
 
-/// Checks what an agent exports: promtool has no objection, each family is in the manual with its type and labels, and
-/// all that the manual lists for the agent are there, but perhaps those in `absent`.
+/// Checks what an agent exports: promtool has no objection, each family is in the manual with its labels and has the
+/// type that its name says, and all that the manual lists for the agent are there, but perhaps those in `absent`.
 #[track_caller]
 pub(crate) fn check(agent: &str, classic: &str, is_file: bool, absent: &[&str]) {
     let ran = prometheus::promtool(Path::new("."), &["check", "metrics"], classic).unwrap();
@@ -80,7 +84,8 @@ pub(crate) fn check(agent: &str, classic: &str, is_file: bool, absent: &[&str]) 
         let listed = manual.get(&name).unwrap_or_else(|| panic!("{agent}: {name} is not in docs/reference/metrics.md"));
         assert!(!is_file || labels.remove("run"), "{agent}: {name} in a file has no `run`");
         assert_eq!(labels, listed.labels, "{agent}: {name}");
-        let kind = if listed.kind == "info" { "gauge" } else { &listed.kind };
+        // What the manual says of names.
+        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
         assert!(classic.contains(&format!("# TYPE {name} {kind}\n")), "{agent}: {name} is no {kind}:\n{classic}");
         seen.insert(name);
     }

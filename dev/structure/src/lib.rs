@@ -6,10 +6,11 @@
 //!                       └──────▶ bounds: lines of a file, width of comments
 //!   lock files ──▶ workspace: what is fuzzed is built of the versions that ship
 //!   Markdown, and names of pages in sources ──▶ links: each leads somewhere
+//!   README, docs/ ──▶ pages: bytes and lines
 //! ```
 //!
 //! - `rooms`: import circles. `bounds`: long files, short ones, and wide comments, which rustfmt does not check.
-//! - `links`: the links of the pages.
+//! - `links`: the links of the pages. `pages`: how long they may be.
 //! - `workspace`, `modules`, `imports`: shared by these.
 //!
 //! Where crates of others come from, and under which licence, cargo-deny checks (`deny.toml`).
@@ -22,6 +23,7 @@ mod bounds;
 mod imports;
 mod links;
 mod modules;
+mod pages;
 mod workspace;
 
 use imports::Imports;
@@ -77,6 +79,10 @@ pub fn check(print_ties: bool) -> Result<()> {
     let broken = links::check(&workspace.root)?;
     if !broken.is_empty() {
         failures.push(format!("{}:\n{}", count(&broken, "broken link"), broken.join("\n")));
+    }
+    let long = pages::check(&workspace.root)?;
+    if !long.is_empty() {
+        failures.push(format!("{}:\n{}", count(&long, "long page"), long.join("\n")));
     }
     if failures.is_empty() { Ok(()) } else { Err(failures.join("\n\n").into()) }
 }

@@ -53,7 +53,7 @@ pub(crate) fn check(root: &Path) -> io::Result<Vec<String>> {
 }
 
 /// All files below the folder, relative to the root.
-fn walk(root: &Path, folder: &Path, files: &mut BTreeSet<PathBuf>) -> io::Result<()> {
+pub(crate) fn walk(root: &Path, folder: &Path, files: &mut BTreeSet<PathBuf>) -> io::Result<()> {
     for entry in fs::read_dir(root.join(folder))? {
         let entry = entry?;
         let path = folder.join(entry.file_name());
@@ -68,7 +68,8 @@ fn walk(root: &Path, folder: &Path, files: &mut BTreeSet<PathBuf>) -> io::Result
     Ok(())
 }
 
-fn kind(file: &Path) -> &str {
+/// What stands behind the last dot of the file's name.
+pub(crate) fn kind(file: &Path) -> &str {
     file.extension().and_then(|kind| kind.to_str()).unwrap_or_default()
 }
 

@@ -165,6 +165,10 @@ const CLUSTER: Scene = Scene {
         ("10.0.0.6", "up redis-server 10.0.0.6 6379 --cluster-enabled yes"),
         ("10.0.0.7", "up redis-server 10.0.0.7 6379 --cluster-enabled yes"),
         ("10.0.0.5", "redis-cli --cluster create 10.0.0.5:6379 10.0.0.6:6379 10.0.0.7:6379 --cluster-yes"),
+        (
+            "10.0.0.5",
+            "for n in 5 6 7; do until redis-cli -h 10.0.0.$n cluster info | grep -q state:ok; do sleep 0.1; done; done",
+        ),
         ("10.0.0.9", "BY=999 up redis-server 10.0.0.9 6379 --cluster-enabled yes"),
         ("10.0.0.10", "BY=999 up redis-server 10.0.0.10 6379 --cluster-enabled yes"),
         ("10.0.0.5", "remora token new token"),
@@ -190,6 +194,10 @@ const MIGRATE_CLUSTER: Scene = Scene {
         ("10.0.0.2", "up redis-server 10.0.0.2 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
         ("10.0.0.3", "up redis-server 10.0.0.3 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
         ("10.0.0.1", "redis-cli --cluster create 10.0.0.1:6379 10.0.0.2:6379 10.0.0.3:6379 --cluster-yes"),
+        (
+            "10.0.0.1",
+            "for n in 1 2 3; do until redis-cli -h 10.0.0.$n cluster info | grep -q state:ok; do sleep 0.1; done; done",
+        ),
         ("10.0.1.1", "BY=999 up valkey-server 10.0.1.1 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
         ("10.0.1.2", "BY=999 up valkey-server 10.0.1.2 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
         ("10.0.1.3", "BY=999 up valkey-server 10.0.1.3 6379 --cluster-enabled yes --cluster-node-timeout 5000"),
@@ -210,8 +218,9 @@ const MIGRATE_CLUSTER: Scene = Scene {
         (
             "--forget",
             "10.0.0.1",
-            "remora cluster migrate --server redis://10.0.0.1:6379 --source-port 7379 --token-file token \
-             --to 10.0.1.1:6379,10.0.1.2:6379,10.0.1.3:6379 --yes",
+            // Soon after the way back, nodes do not vote yet (code 18).
+            "until remora cluster migrate --server redis://10.0.0.1:6379 --source-port 7379 --token-file token \
+             --to 10.0.1.1:6379,10.0.1.2:6379,10.0.1.3:6379 --yes; do [[ $? = 18 ]] || exit; sleep 1; done",
         ),
     ],
     values: &[("10.0.1.3:6379", "10.0.1.3:6379 --yes")],
