@@ -3,7 +3,6 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use clap::Args;
 use remora_fabric::verbs::CompletionMode;
@@ -23,7 +22,7 @@ use crate::units::{Size, UnitError};
 /// What protects the connections between agents.
 #[derive(Clone, Debug, Args)]
 pub struct SecurityArgs {
-    /// What protects the connections between agents. `token`: TLS 1.3, authenticated by the token, and tables that are
+    /// Protection of the agents' connections. `token`: TLS 1.3, authenticated by the token, and tables that are
     /// encrypted once for all replicas on other hosts. `mtls`: the same with certificates of both ends (--cert, --key,
     /// --ca), and with a token only if one is given. `none`: the data can be read and changed on the network. Default:
     /// `token` for every address that is not loopback, `none` for loopback.
@@ -329,13 +328,9 @@ pub struct RdmaReadArgs {
     pub rdma_piece: Size,
 
     /// How to wait for the device: `polling` keeps a processor busy, `event` sleeps at once, `poll-then-arm` polls for
-    /// a moment first.
+    /// 20 µs first.
     #[arg(long, value_name = "HOW", default_value = "poll-then-arm", value_parser = one_of(COMPLETIONS), help_heading = "RDMA")]
     pub rdma_completion: CompletionMode,
-
-    /// How long `poll-then-arm` polls before it sleeps, in microseconds.
-    #[arg(long, value_name = "US", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=1_000_000), help_heading = "RDMA")]
-    pub rdma_poll_us: u64,
 }
 
 impl RdmaReadArgs {
@@ -348,7 +343,6 @@ impl RdmaReadArgs {
             reads: self.rdma_reads,
             piece: self.rdma_piece,
             completion: self.rdma_completion,
-            poll_time: Duration::from_micros(self.rdma_poll_us),
         }
     }
 }
@@ -396,8 +390,8 @@ pub struct LinkTlsArgs {
 /// What an agent shows to those who watch it.
 #[derive(Clone, Debug, Default, Args)]
 pub struct MetricsArgs {
-    /// Serve metrics for Prometheus at this address (`/metrics`), the answers for probes (`/healthz`, `/readyz`), and a
-    /// page for people (`/`). They name servers and replicas with their addresses, and hold no data; the port asks for
+    /// Serve metrics for Prometheus at this address. `/metrics` has them, `/healthz` and `/readyz` the answers for
+    /// probes, and `/` a page for people. They name servers and replicas with their addresses, and hold no data; the port asks for
     /// no password.
     #[arg(long, value_name = "ADDR:PORT", help_heading = "Metrics")]
     pub metrics: Option<SocketAddr>,

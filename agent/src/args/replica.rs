@@ -51,8 +51,8 @@ pub struct ReplicaArgs {
     #[arg(long, help_heading = "What to do")]
     pub stay: bool,
 
-    /// Check both servers, the source, its transport and the connection to the primary, print what a sync will do, and
-    /// change nothing. The exit code is that of the sync.
+    /// Check everything, print what a sync will do, and change nothing. It checks both servers, the source, its
+    /// transport and the connection to the primary. The exit code is that of the sync.
     #[arg(long, conflicts_with = "stay", help_heading = "What to do")]
     pub dry_run: bool,
 
@@ -93,7 +93,7 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
     pub on_failure: OnFailure,
 
-    /// Memory for slots in flight, and for those that other replicas read from this one; at least 16MiB. Three quarters
+    /// Memory for slots in flight, and for those that others read here. At least 16MiB. Three quarters
     /// of it hold slots: all of a snapshot if they fit, so that others can read it from the first slot on; else the
     /// newest ones.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
@@ -137,8 +137,7 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub metrics_file: MetricsFileArgs,
 
-    /// Print each condition under which the server is called an exact replica, and by what it was checked; with
-    /// --dry-run, which ones will be.
+    /// Print the conditions of an exact replica, and how each was checked. With --dry-run: which ones will be.
     #[arg(long, help_heading = "Output")]
     pub explain: bool,
 
