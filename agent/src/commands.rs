@@ -166,13 +166,15 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
 
 fn start_logging(global: &GlobalArgs) {
     let level = if global.quiet { LogLevel::Warn.min_with(global.log_level) } else { global.log_level };
-    let filter = EnvFilter::try_from_env("REMORA_LOG").unwrap_or_else(|_| EnvFilter::new(level.name()));
+    // The client of object stores tells of each of its tries, in its own words: what matters is said here.
+    let usual = || EnvFilter::new(format!("{},object_store=warn", level.name()));
+    let filter = EnvFilter::try_from_env("REMORA_LOG").unwrap_or_else(|_| usual());
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| progress::LogWriter);
     // It would tell of them by `eprintln!`, which panics where stderr is what failed.
     let builder = builder.log_internal_errors(false);
     // This fails only if logging has been set up already, as in tests that share a process.
     let _ = match global.log_json {
-        true => builder.json().try_init(),
+        true => builder.json().flatten_event(true).try_init(),
         false => {
             let builder = builder.fmt_fields(events::ForPeople::from_environment());
             builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).try_init()

@@ -235,13 +235,12 @@ fn read_log(log: impl std::io::Read, tell: oneshot::Sender<String>) {
             tracing::warn!("source: {line}");
             continue;
         };
-        let fields = &said["fields"];
-        let text = fields["message"].as_str().unwrap_or_default();
+        let text = said["message"].as_str().unwrap_or_default();
         match said["level"].as_str() {
             Some("ERROR" | "WARN") => tracing::warn!("source: {text}"),
             _ => tracing::debug!("source: {text}"),
         }
-        if let (Some(events::SOURCE_READY), Some(address)) = (fields["event"].as_str(), fields["listening"].as_str())
+        if let (Some(events::SOURCE_READY), Some(address)) = (said["event"].as_str(), said["listening"].as_str())
             && let Some(tell) = tell.take()
         {
             let _ = tell.send(address.to_owned()); // a command that does not wait any more needs no address
