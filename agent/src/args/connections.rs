@@ -9,7 +9,7 @@ use remora_fabric::verbs::CompletionMode;
 use remora_wire::is_printable;
 use rustls::pki_types::ServerName;
 
-use super::{SentinelArgs, Words, one_of};
+use super::{SentinelArgs, Words, one_of, parse_ip, parse_listen};
 use crate::conversation::certificates::{CertificateFiles, CertificateRoles, Certificates, MTLS_OPTIONS};
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Mode, Security, SourceKey};
@@ -122,7 +122,8 @@ pub struct MonitorNameArgs {
 }
 
 fn parse_certificate_name(text: &str) -> Result<ServerName<'static>, String> {
-    ServerName::try_from(text.to_owned()).map_err(|_| "is neither a DNS name nor an IP address".to_owned())
+    ServerName::try_from(text.to_owned())
+        .map_err(|_| "expected a DNS name or an IP address, as in db1.example.org or 10.0.0.5".to_owned())
 }
 
 /// The same, as an option for the end that connects.
@@ -249,7 +250,7 @@ pub struct RdmaEndArgs {
     /// device with the address of --listen, a reader the one to which the system's routes lead. What belongs to
     /// volumes (a server's copies, a writer's large writes) is offered only by devices that are named, and without
     /// encryption: that needs `--security none` and `--plaintext-network`.
-    #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
+    #[arg(long, value_name = "ADDR", value_parser = parse_ip, help_heading = "RDMA")]
     pub rdma_address: Vec<IpAddr>,
 
     /// Use the RDMA device with this name, as `remora devices` lists it, by an address of each of its active ports; may
@@ -393,7 +394,7 @@ pub struct MetricsArgs {
     /// Serve metrics for Prometheus at this address. `/metrics` has them, `/healthz` and `/readyz` the answers for
     /// probes, and `/` a page for people. They name servers and replicas with their addresses, and hold no data; the port asks for
     /// no password.
-    #[arg(long, value_name = "ADDR:PORT", help_heading = "Metrics")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = parse_listen, help_heading = "Metrics")]
     pub metrics: Option<SocketAddr>,
 }
 

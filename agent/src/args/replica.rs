@@ -8,7 +8,10 @@ use clap::{Args, ValueEnum};
 
 use super::connections::LenderNameArgs;
 use super::server::ServerArgs;
-use super::{FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, OnCommandLine, PeerArgs, Plain};
+use super::{
+    FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, OnCommandLine, PeerArgs, Plain, parse_ip,
+    parse_listen,
+};
 use crate::conversation::SourceKey;
 use crate::exit::{self, Code};
 use crate::reader::{ReadOptions, RelayOptions};
@@ -122,7 +125,7 @@ pub struct ReplicaArgs {
 
     /// Local address that the server connects to while it loads; the port is any free one and is printed. Default:
     /// loopback if the server is on this host, else the local address of the connection to the server.
-    #[arg(long, value_name = "ADDR", help_heading = "Link to the server")]
+    #[arg(long, value_name = "ADDR", value_parser = parse_ip, help_heading = "Link to the server")]
     pub listen: Option<IpAddr>,
 
     #[command(flatten)]
@@ -385,7 +388,7 @@ pub struct RelayArgs {
 
     /// Address and port to lend slots at. Default: the local address of the connection to the source, and any free
     /// port.
-    #[arg(long, value_name = "ADDR:PORT", help_heading = "Other replicas")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = parse_listen, help_heading = "Other replicas")]
     pub peer_listen: Option<SocketAddr>,
 
     /// How fast all other replicas together read from this one. `auto`: over TCP as a background transfer, which leaves
@@ -451,7 +454,10 @@ pub struct LendArgs {
 
 fn parse_zone(text: &str) -> Result<String, String> {
     let most = remora_protocol::MAX_ZONE_BYTES;
-    if text.len() > most { Err(format!("at most {most} bytes are allowed")) } else { Ok(text.to_owned()) }
+    if text.len() > most {
+        return Err(format!("a zone has at most {most} bytes, and this one has {}", text.len()));
+    }
+    Ok(text.to_owned())
 }
 
 #[cfg(test)]

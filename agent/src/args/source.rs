@@ -10,6 +10,7 @@ use clap::{Args, ValueEnum};
 use super::server::{TlsArgs, UrlParser};
 use super::{
     HostPort, MetricsArgs, MonitorNameArgs, RdmaOfferArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, Words, one_of,
+    parse_listen,
 };
 use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
@@ -39,7 +40,7 @@ pub struct SourceArgs {
     /// Address and port to serve replica agents on. Exactly this one port is opened. The default, 127.0.0.1:7379,
     /// serves this host only; give the address of an interface (or 0.0.0.0 for all) to serve others. Not needed where
     /// systemd opens the port (remora-source@.socket).
-    #[arg(long, value_name = "ADDR:PORT", help_heading = "Serving")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = parse_listen, help_heading = "Serving")]
     pub listen: Option<SocketAddr>,
 
     #[command(flatten)]

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use remora_volume::client::{Reads, WindowSize, Writes};
 
-use super::{HostPort, MetricsArgs, RdmaEndArgs, SecurityArgs};
+use super::{HostPort, MetricsArgs, RdmaEndArgs, SecurityArgs, parse_listen};
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
 
@@ -158,7 +158,7 @@ pub struct VolumeSecurityArgs {
 #[derive(Clone, Debug, Args)]
 pub struct ServeArgs {
     /// Where clients and other servers connect.
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7480")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7480", value_parser = parse_listen)]
     pub listen: SocketAddr,
 
     /// Memory for copies. It is taken when a volume is made here.
@@ -332,7 +332,7 @@ pub struct NbdArgs {
 
     /// The address at which NBD clients connect instead. Without TLS it must be loopback, and every process of this
     /// host can then read and write the volume.
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = parse_listen)]
     pub listen: Option<SocketAddr>,
 
     #[command(flatten)]
