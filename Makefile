@@ -219,6 +219,13 @@ features:
 	$(CARGO) clippy --quiet --locked -p remora-agent --no-default-features --features s3 -- -D warnings
 	$(CARGO) clippy --quiet --locked -p remora-agent --no-default-features --features age -- -D warnings
 
+CRATES := -p remora-redis -p remora-wire -p remora-memory -p remora-rdma -p remora-fabric -p remora-table -p remora-messenger
+
+## crates: package the crates that others can use, and build each from its package; nothing is published
+.PHONY: crates
+crates:
+	$(CARGO) package --locked --allow-dirty $(ARGS) $(CRATES)
+
 ## actionlint: the workflow files of the forge; needs Go
 .PHONY: actionlint
 actionlint:

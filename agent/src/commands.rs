@@ -55,15 +55,41 @@ fn parse() -> (Cli, Vec<String>) {
     let cli = parsed.unwrap_or_else(|error| {
         let origins = words.origins(&error.to_string());
         if error.use_stderr() && !origins.is_empty() {
-            let _ = error.print(); // without a terminal there is no one to tell
+            let _ = print(&error); // without a terminal there is no one to tell
             progress::say(&format!("\n{origins}"));
             std::process::exit(error.exit_code());
         }
         // Help and version are results. Usage errors go to stderr, which may be gone.
-        let is_lost = error.print().and_then(|()| std::io::stdout().flush()).is_err() && !error.use_stderr();
+        let is_lost = print(&error).and_then(|()| std::io::stdout().flush()).is_err() && !error.use_stderr();
         std::process::exit(if is_lost { Code::Local.number().into() } else { error.exit_code() })
     });
     (cli, words.foreign)
+}
+
+/// Prints help, the version, or what is wrong with a command line.
+fn print(error: &clap::Error) -> std::io::Result<()> {
+    if !error.use_stderr() {
+        return error.print();
+    }
+    let shown = error.render();
+    let is_coloured = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let text = if is_coloured { shown.ansi().to_string() } else { shown.to_string() };
+    std::io::stderr().write_all(in_our_words(&text).as_bytes())
+}
+
+/// The sentences of Rust's library about numbers do not say what is expected.
+pub(crate) fn in_our_words(text: &str) -> String {
+    let number = "expected a whole number";
+    let text = text
+        .replace("invalid digit found in string", number)
+        .replace("cannot parse integer from empty string", number)
+        .replace("number too large to fit in target type", "the number is too large")
+        .replace("number too small to fit in target type", "the number is too small");
+    let Some((before, range)) = text.split_once(" is not in ") else { return text };
+    let (range, after) = range.split_once('\n').unwrap_or((range, ""));
+    let Some((least, most)) = range.split_once("..=") else { return text };
+    let before = before.rsplit_once(": ").map_or(before, |(before, _)| before);
+    format!("{before}: expected a number from {least} to {most}\n{after}")
 }
 
 /// Keeps other processes of this user from reading the process's memory and descriptors, by ptrace(2) or /proc, and the
@@ -94,7 +120,7 @@ fn run(command: Command, global: &GlobalArgs) -> Result<(), Failure> {
         .worker_threads(2)
         .enable_all()
         .build()
-        .map_err(|error| Failure::local(format!("cannot start the runtime: {error}")))?;
+        .map_err(|error| Failure::local(format!("cannot start the threads of this command: {error}; raise the limits of this user (ulimit -u, ulimit -n)")))?;
     let outcome = runtime.block_on(dispatch(command, global));
     // Threads that wait in a blocking call must not delay the end of the process.
     runtime.shutdown_background();
@@ -166,16 +192,40 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
 
 fn start_logging(global: &GlobalArgs) {
     let level = if global.quiet { LogLevel::Warn.min_with(global.log_level) } else { global.log_level };
-    let filter = EnvFilter::try_from_env("REMORA_LOG").unwrap_or_else(|_| EnvFilter::new(level.name()));
+    // The client of object stores tells of each of its tries, in its own words: what matters is said here.
+    let usual = || EnvFilter::new(format!("{},object_store=warn", level.name()));
+    let filter = EnvFilter::try_from_env("REMORA_LOG").unwrap_or_else(|_| usual());
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| progress::LogWriter);
     // It would tell of them by `eprintln!`, which panics where stderr is what failed.
     let builder = builder.log_internal_errors(false);
     // This fails only if logging has been set up already, as in tests that share a process.
     let _ = match global.log_json {
-        true => builder.json().try_init(),
+        true => builder.json().flatten_event(true).try_init(),
         false => {
             let builder = builder.fmt_fields(events::ForPeople::from_environment());
             builder.with_target(false).with_ansi(std::io::stderr().is_terminal()).try_init()
         }
     };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_are_none_are_refused_in_our_words() {
+        for (given, expected) in [
+            (
+                "error: x '--keys <N>': invalid digit found in string\n\nFor",
+                "x '--keys <N>': expected a whole number\n\nFor",
+            ),
+            (
+                "error: x '--lanes <N>': 0 is not in 1..=4\n\nFor",
+                "x '--lanes <N>': expected a number from 1 to 4\n\nFor",
+            ),
+            ("the server is not in cluster mode\n", "the server is not in cluster mode\n"),
+        ] {
+            assert!(in_our_words(given).contains(expected), "{}", in_our_words(given));
+        }
+    }
 }

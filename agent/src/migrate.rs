@@ -200,7 +200,11 @@ impl Source {
         if let Some(log) = process.child.stderr.take() {
             // It ends with the source.
             let reader = std::thread::Builder::new().name("source-log".into()).spawn(move || read_log(log, tell));
-            reader.map_err(|error| Failure::local(format!("no thread could be started: {error}")))?;
+            reader.map_err(|error| {
+                Failure::local(format!(
+                    "no thread could be started: {error}; raise the limit of this user's processes (ulimit -u)"
+                ))
+            })?;
         }
         let address = tokio::select! {
             // The other end is dropped when the log ends.
@@ -215,7 +219,13 @@ impl Source {
                 process.signal(Signal::TERM);
                 let status = process.end_within(END_LIMIT).await?;
                 ended(status.code().filter(|code| *code != 0), "the source")?;
-                Err(Failure::new(Code::Source, "the source did not begin to listen"))
+                Err(Failure::new(
+                    Code::Source,
+                    format!(
+                        "the source did not begin to listen within {} s: its lines above say why",
+                        READY_LIMIT.as_secs()
+                    ),
+                ))
             }
         }
     }
@@ -235,13 +245,12 @@ fn read_log(log: impl std::io::Read, tell: oneshot::Sender<String>) {
             tracing::warn!("source: {line}");
             continue;
         };
-        let fields = &said["fields"];
-        let text = fields["message"].as_str().unwrap_or_default();
+        let text = said["message"].as_str().unwrap_or_default();
         match said["level"].as_str() {
             Some("ERROR" | "WARN") => tracing::warn!("source: {text}"),
             _ => tracing::debug!("source: {text}"),
         }
-        if let (Some(events::SOURCE_READY), Some(address)) = (fields["event"].as_str(), fields["listening"].as_str())
+        if let (Some(events::SOURCE_READY), Some(address)) = (said["event"].as_str(), said["listening"].as_str())
             && let Some(tell) = tell.take()
         {
             let _ = tell.send(address.to_owned()); // a command that does not wait any more needs no address

@@ -60,7 +60,7 @@ pub async fn run(args: ProbeArgs) -> Result<(), Failure> {
     let report = loop {
         tokio::select! {
             done = &mut measuring => {
-                break done.map_err(|error| Failure::local(format!("the measurement failed: {error}")))??;
+                break done.map_err(|error| Failure::local(format!("the thread that measures failed: {error}; this is a bug of remora, please report it")))??;
             }
             // No further message is expected. But the session must stay open, because the source revokes the region at
             // its end.

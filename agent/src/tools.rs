@@ -134,7 +134,7 @@ fn search_layout(args: &LayoutArgs, stop: &AtomicBool) -> Result<search::Layout,
             let link = PathBuf::from(format!("/proc/{pid}/exe"));
             let name = std::fs::read_link(&link)
                 .and_then(|_| std::fs::read_to_string(format!("/proc/{pid}/comm")))
-                .map_err(|error| Failure::local(format!("the program of process {pid} cannot be found: {error}")))?;
+                .map_err(|error| Failure::local(format!("the program of process {pid} cannot be found: {error}; give --pid of a server that runs on this host, as its user or as root")))?;
             (link, Some(name.trim_end().into()))
         }
         (None, None) => return Err(Failure::local("neither --program nor --pid was given".to_owned())),
@@ -142,8 +142,14 @@ fn search_layout(args: &LayoutArgs, stop: &AtomicBool) -> Result<search::Layout,
     let wanted = Wanted { program: &program, called, debug_file: args.debug_file.as_deref(), stop };
     search::find(&wanted).map_err(|error| match error {
         SearchError::Names(_) | SearchError::Version(_) | SearchError::Differs { .. } | SearchError::Places(_) => {
-            Failure::refused(format!("no layout for {}: {error}", program.display()))
+            let text =
+                format!("no layout for {}: {error}; the module works there without fast keys", program.display());
+            Failure::refused(text)
         }
+        // It names the program.
+        SearchError::Server { .. } => Failure::local(format!(
+            "{error}; give the program of a Redis or Valkey server, such as /usr/bin/redis-server"
+        )),
         _ => Failure::local(format!("no layout for {}: {error}", program.display())),
     })
 }

@@ -108,7 +108,7 @@ pub fn parse_bit_rate(text: &str) -> Result<Size, UnitError> {
         "kbit" => 1_000,
         "mbit" => 1_000_000,
         "gbit" => 1_000_000_000,
-        _ => return text.parse(),
+        _ => return text.parse().map_err(|_| UnitError::RateSuffix(suffix.to_owned())),
     };
     number.checked_mul(bits).map(|bits| Size(bits / 8)).ok_or(UnitError::TooLarge)
 }
@@ -123,11 +123,14 @@ pub enum UnitError {
     #[error("the number is too large")]
     TooLarge,
     /// The unit of a size is unknown.
-    #[error("unknown unit {0:?}: use KiB, MiB, GiB, TiB or nothing for bytes")]
+    #[error("unknown unit {0:?}: write a whole number, then KiB, MiB, GiB, TiB or nothing for bytes")]
     SizeSuffix(String),
     /// The unit of a time is unknown.
-    #[error("unknown unit {0:?}: use ms, s, m, h, d or nothing for seconds")]
+    #[error("unknown unit {0:?}: write a whole number, then ms, s, m, h, d or nothing for seconds")]
     TimeSuffix(String),
+    /// The unit of a rate is unknown.
+    #[error("unknown unit {0:?}: write a whole number, then kbit, Mbit or Gbit, or KiB, MiB or GiB for bytes")]
+    RateSuffix(String),
 }
 
 fn number_and_suffix(text: &str) -> Result<(u64, &str), UnitError> {

@@ -36,7 +36,12 @@ impl Credentials {
     pub async fn connect(&self, host: &str, port: u16) -> Result<Connection, Error> {
         let peer_name = self.security.name_of_source(host);
         let options = Options { source_key: self.source_key, peer_name, ..Options::secured(self.security.clone()) };
-        self.connect_with((host, port), &options).await
+        let connected = self.connect_with((host, port), &options).await;
+        // Without an address there is only the name.
+        connected.map_err(|error| match error.fault {
+            Fault::Unresolved(_) => error.fault.of(format!("{host}:{port}")),
+            _ => error,
+        })
     }
 
     /// Connects with these options, and proves the token that is in the first file now.

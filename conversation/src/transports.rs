@@ -103,8 +103,6 @@ pub struct RdmaRead {
     pub piece: Size,
     /// How to wait for the device.
     pub completion: CompletionMode,
-    /// How long [`CompletionMode::PollThenArm`] polls before it sleeps; at most one second.
-    pub poll_time: Duration,
 }
 
 /// How fast an agent sends slots to others.
@@ -250,7 +248,6 @@ impl TransportChoices {
             reads_in_flight: rdma.reads,
             piece_bytes: u32::try_from(rdma.piece.get()).unwrap_or(u32::MAX),
             completion: rdma.completion,
-            poll_time: rdma.poll_time,
             traffic_class: rdma.end.traffic_class,
             service_level: rdma.end.service_level,
             connect_timeout: CONNECT_LIMIT,
@@ -603,7 +600,6 @@ mod tests {
             reads: 16,
             piece: Size::bytes(256 << 10),
             completion: CompletionMode::PollThenArm,
-            poll_time: Duration::from_micros(20),
         };
         let choices = TransportChoices { choice: TransportChoice::Shm, lanes: 1, rdma, security: Security::default() };
         let memory = || Arc::new(Memory::create("lent", 4096, Pages::Small).unwrap());

@@ -208,7 +208,10 @@ impl File {
             let folder = file.path.parent().filter(|folder| !folder.as_os_str().is_empty());
             let made = tempfile::Builder::new().prefix(".remora").tempfile_in(folder.unwrap_or(Path::new(".")));
             made.map_err(|error| {
-                Failure::local(format!("{} cannot be written: {error}; see --metrics-file", file.path.display()))
+                Failure::local(format!(
+                    "{} cannot be written: {error}; name another file by --metrics-file",
+                    file.path.display()
+                ))
             })?;
             Ok(file)
         })

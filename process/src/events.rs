@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!   tracing::info!(event = events::IN_STEP, offset, "in step; …")
-//!      --log-json              {"fields":{"event":"in_step","message":"in step; …","offset":14}, …}
+//!      --log-json              {"timestamp":…,"level":"INFO","message":"in step; …","event":"in_step","offset":14,"target":…}
 //!      else                    in step; … offset=14
 //!      else, with NAMES set    in step; … offset=14 event=in_step
 //! ```
@@ -348,13 +348,22 @@ mod tests {
     }
 
     #[test]
-    fn a_collector_of_logs_sees_it_among_the_fields() {
+    fn a_collector_of_logs_finds_each_field_under_its_own_name() {
         let written = Written::default();
         let to = written.clone();
-        let subscriber = tracing_subscriber::fmt().json().with_writer(move || to.clone()).finish();
+        let subscriber = tracing_subscriber::fmt().json().flatten_event(true).with_writer(move || to.clone()).finish();
         tracing::subscriber::with_default(subscriber, record);
         let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
         let first: serde_json::Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
-        assert_eq!((&first["fields"]["event"], &first["fields"]["offset"]), (&"in_step".into(), &14.into()));
+        assert_eq!((&first["event"], &first["offset"]), (&"in_step".into(), &14.into()));
+        assert_eq!((&first["level"], &first["message"]), (&"INFO".into(), &"in step".into()));
+        assert!(first["timestamp"].is_string() && first["target"].is_string(), "{first}");
+    }
+
+    #[test]
+    fn no_field_of_an_event_has_the_name_of_a_field_of_each_line() {
+        let taken = ["timestamp", "level", "message", "target", FIELD];
+        let fields = ALL.iter().flat_map(|event| event.fields);
+        fields.for_each(|field| assert!(!taken.contains(field), "{field}"));
     }
 }

@@ -694,7 +694,9 @@ impl Session {
         match self.events.recv().await {
             Some(received) => received,
             None => {
-                let failure = Failure::local("the source's session ended unexpectedly; this is a bug of remora");
+                let failure = Failure::local(
+                    "the source's session ended unexpectedly; this is a bug of remora, please report it",
+                );
                 Received::Lost(Loss::passing(failure))
             }
         }

@@ -39,6 +39,11 @@
 //! the bytes that have arrived, never with a length that was only announced.
 #![forbid(unsafe_code)]
 
+/// The page of this crate: its example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Page;
+
 pub mod aof;
 mod buffer;
 pub mod commands;

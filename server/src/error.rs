@@ -35,7 +35,7 @@ pub enum SetupError {
         mode: u32,
     },
     /// A file has no usable content.
-    #[error("the {what} {path} has no usable content", path = path.display())]
+    #[error("the {what} {path} is empty, or holds nothing of that kind", path = path.display())]
     Empty {
         /// What the file is for.
         what: &'static str,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use remora_fabric::shm::{MAX_CONNECTIONS, ShmExporter, ShmOptions};
-use remora_fabric::tcp::{MAX_LANES_PER_SESSION, TcpExporter, TcpOptions, Upload, UploadRate};
+use remora_fabric::tcp::{MAX_LANES_PER_SESSION, SendMode, TcpExporter, TcpOptions, Upload, UploadRate};
 use remora_fabric::{Error, Exporter, Memory, Pages, RegionId, Regions, TransportKind};
 use remora_protocol::{LossCause, Message, RefusalCode, Relays};
 
@@ -161,12 +161,12 @@ pub(super) fn tcp_exporter(
     max_replicas: u32,
     address: std::net::SocketAddr,
 ) -> Result<TcpExporter, Failure> {
-    let (send, congestion) = (lanes.send, lanes.congestion.clone());
+    let congestion = lanes.congestion.clone();
     let upload = upload_rate(lanes.upload_limit);
     let defaults = TcpOptions::default();
     // Without this a source would admit replicas that no transport serves, and a window would wait for them.
     let served_lanes = defaults.served_lanes.max(max_replicas as usize * MAX_LANES_PER_SESSION);
-    let options = TcpOptions { send, congestion, upload, served_lanes, ..defaults };
+    let options = TcpOptions { send: SendMode::File, congestion, upload, served_lanes, ..defaults };
     TcpExporter::new(options, Some(address)).map_err(|error| Failure::refused(error.to_string()))
 }
 

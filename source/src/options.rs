@@ -8,7 +8,6 @@ use std::time::Duration;
 use remora_base::units::Size;
 use remora_conversation::tokens::TokenFiles;
 use remora_conversation::transports::{RdmaOffer, UploadLimit};
-use remora_fabric::tcp::SendMode;
 use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
 use remora_server::sentinel::Sentinels;
@@ -124,8 +123,6 @@ pub struct TableOptions {
 /// The lanes over TCP.
 #[derive(Clone, Debug)]
 pub struct LaneOptions {
-    /// How they send.
-    pub send: SendMode,
     /// Their congestion control. `None`: the system's.
     pub congestion: Option<String>,
     /// How fast all of them send together.
@@ -253,7 +250,7 @@ impl Default for TableOptions {
 
 impl Default for LaneOptions {
     fn default() -> LaneOptions {
-        LaneOptions { send: SendMode::File, congestion: None, upload_limit: UploadLimit::Auto }
+        LaneOptions { congestion: None, upload_limit: UploadLimit::Auto }
     }
 }
 

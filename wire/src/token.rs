@@ -2,8 +2,8 @@
 //!
 //! The token keys HMACs and has no other use: it never crosses a wire, and people need not remember it.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
@@ -78,7 +78,7 @@ impl Drop for Token {
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
     /// The file cannot be read, or others could have read or changed it.
-    #[error("token file {}: {error}", path.display())]
+    #[error("token file {}: {error}{}", path.display(), remedy(error))]
     File {
         /// The file.
         path: PathBuf,
@@ -114,6 +114,14 @@ pub const MIN_DISTINCT: usize = 8;
 
 /// What to do about a token that cannot be used.
 const REMEDY: &str = "create one with: remora token new FILE";
+
+/// What to do about a file that is not there. The other errors say it themselves.
+fn remedy(error: &SecretFileError) -> String {
+    match error {
+        SecretFileError::Unreadable(error) if error.kind() == io::ErrorKind::NotFound => format!("; {REMEDY}"),
+        _ => String::new(),
+    }
+}
 
 /// Longest token, in bytes. Far more than a secret needs: a longer file is probably some other file.
 pub const MAX_BYTES: usize = 1024;

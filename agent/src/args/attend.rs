@@ -47,7 +47,7 @@ pub struct AttendArgs {
     #[allow(missing_docs)]
     pub link_tls: LinkTlsArgs,
 
-    /// Memory for slots in flight, and for those that other replicas read from this agent; at least 16MiB. Three
+    /// Memory for slots in flight, and for those that others read here. At least 16MiB. Three
     /// quarters of it hold slots: all of a snapshot if they fit, so that others can read it from the first slot on;
     /// else the newest ones. It is freed when no sync is under way and no replica reads.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]

@@ -181,20 +181,21 @@ pub struct ClusterMigrateArgs {
     #[allow(missing_docs)]
     pub sources: ClusterSourcesArgs,
 
-    /// The new nodes: empty servers in cluster mode, one for each shard, with `remora attend --convert` beside each.
+    /// The new nodes, one for each shard. They are empty servers in cluster mode, with `remora attend --convert` beside
+    /// each.
     #[arg(long, value_name = "HOST:PORT,…", value_delimiter = ',', required = true, help_heading = "The nodes")]
     pub to: Vec<HostPort>,
 
-    /// Give the shards back to the old nodes, by the same fail-overs in the other direction.
+    /// Give the shards back to the old nodes. It takes the same fail-overs in the other direction.
     #[arg(long, help_heading = "What to do")]
     pub back: bool,
 
-    /// Take the old nodes out of the cluster, and empty them (CLUSTER FORGET, CLUSTER RESET), once the new ones serve
-    /// all shards. With --back: the new ones, once the old ones serve all shards.
+    /// Take the old nodes out of the cluster, and empty them. The new ones must serve all shards. It sends CLUSTER FORGET
+    /// and CLUSTER RESET. With --back: the new ones, once the old ones serve all shards.
     #[arg(long, help_heading = "What to do")]
     pub forget: bool,
 
-    /// Show the plan, and change nothing (exit code 3 if it cannot be carried out).
+    /// Show the plan, and change nothing. The exit code is 3 if it cannot be carried out.
     #[arg(long, help_heading = "What to do")]
     pub dry_run: bool,
 
@@ -202,7 +203,7 @@ pub struct ClusterMigrateArgs {
     #[arg(long, help_heading = "What to do")]
     pub yes: bool,
 
-    /// What the agents beside the new nodes leave out (their --leave-out), so that the plan does not refuse it. Such
+    /// What the agents beside the new nodes leave out (their --leave-out). The plan does not refuse it then. Such
     /// shards are no exact copies: give --no-verify, too.
     #[arg(long, value_name = "WHAT", value_delimiter = ',', help_heading = "What to do")]
     pub leave_out: Vec<LeftOut>,
@@ -219,8 +220,8 @@ pub struct ClusterMigrateArgs {
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "The nodes")]
     pub stalled_after: Duration,
 
-    /// How long a cluster that is not well is waited for before the plan is refused: a slot moves, a fail-over is under
-    /// way, or nodes have not heard of each other yet, for which they take up to half a cluster-node-timeout.
+    /// How long to wait for a cluster that is not well. The plan is refused then. A slot moves, a fail-over is under way,
+    /// or nodes have not heard of each other yet, for which they take up to half a cluster-node-timeout.
     #[arg(long, value_name = "TIME", default_value = "20s", value_parser = parse_duration, help_heading = "The nodes")]
     pub well_within: Duration,
 

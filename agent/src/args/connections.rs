@@ -3,14 +3,13 @@
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use clap::Args;
 use remora_fabric::verbs::CompletionMode;
 use remora_wire::is_printable;
 use rustls::pki_types::ServerName;
 
-use super::{SentinelArgs, Words, one_of};
+use super::{SentinelArgs, Words, one_of, parse_ip, parse_listen};
 use crate::conversation::certificates::{CertificateFiles, CertificateRoles, Certificates, MTLS_OPTIONS};
 use crate::conversation::tokens::Credentials;
 use crate::conversation::{Mode, Security, SourceKey};
@@ -23,7 +22,7 @@ use crate::units::{Size, UnitError};
 /// What protects the connections between agents.
 #[derive(Clone, Debug, Args)]
 pub struct SecurityArgs {
-    /// What protects the connections between agents. `token`: TLS 1.3, authenticated by the token, and tables that are
+    /// Protection of the agents' connections. `token`: TLS 1.3, authenticated by the token, and tables that are
     /// encrypted once for all replicas on other hosts. `mtls`: the same with certificates of both ends (--cert, --key,
     /// --ca), and with a token only if one is given. `none`: the data can be read and changed on the network. Default:
     /// `token` for every address that is not loopback, `none` for loopback.
@@ -123,7 +122,8 @@ pub struct MonitorNameArgs {
 }
 
 fn parse_certificate_name(text: &str) -> Result<ServerName<'static>, String> {
-    ServerName::try_from(text.to_owned()).map_err(|_| "is neither a DNS name nor an IP address".to_owned())
+    ServerName::try_from(text.to_owned())
+        .map_err(|_| "expected a DNS name or an IP address, as in db1.example.org or 10.0.0.5".to_owned())
 }
 
 /// The same, as an option for the end that connects.
@@ -250,7 +250,7 @@ pub struct RdmaEndArgs {
     /// device with the address of --listen, a reader the one to which the system's routes lead. What belongs to
     /// volumes (a server's copies, a writer's large writes) is offered only by devices that are named, and without
     /// encryption: that needs `--security none` and `--plaintext-network`.
-    #[arg(long, value_name = "ADDR", help_heading = "RDMA")]
+    #[arg(long, value_name = "ADDR", value_parser = parse_ip, help_heading = "RDMA")]
     pub rdma_address: Vec<IpAddr>,
 
     /// Use the RDMA device with this name, as `remora devices` lists it, by an address of each of its active ports; may
@@ -329,13 +329,9 @@ pub struct RdmaReadArgs {
     pub rdma_piece: Size,
 
     /// How to wait for the device: `polling` keeps a processor busy, `event` sleeps at once, `poll-then-arm` polls for
-    /// a moment first.
+    /// 20 µs first.
     #[arg(long, value_name = "HOW", default_value = "poll-then-arm", value_parser = one_of(COMPLETIONS), help_heading = "RDMA")]
     pub rdma_completion: CompletionMode,
-
-    /// How long `poll-then-arm` polls before it sleeps, in microseconds.
-    #[arg(long, value_name = "US", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=1_000_000), help_heading = "RDMA")]
-    pub rdma_poll_us: u64,
 }
 
 impl RdmaReadArgs {
@@ -348,7 +344,6 @@ impl RdmaReadArgs {
             reads: self.rdma_reads,
             piece: self.rdma_piece,
             completion: self.rdma_completion,
-            poll_time: Duration::from_micros(self.rdma_poll_us),
         }
     }
 }
@@ -396,10 +391,10 @@ pub struct LinkTlsArgs {
 /// What an agent shows to those who watch it.
 #[derive(Clone, Debug, Default, Args)]
 pub struct MetricsArgs {
-    /// Serve metrics for Prometheus at this address (`/metrics`), the answers for probes (`/healthz`, `/readyz`), and a
-    /// page for people (`/`). They name servers and replicas with their addresses, and hold no data; the port asks for
+    /// Serve metrics for Prometheus at this address. `/metrics` has them, `/healthz` and `/readyz` the answers for
+    /// probes, and `/` a page for people. They name servers and replicas with their addresses, and hold no data; the port asks for
     /// no password.
-    #[arg(long, value_name = "ADDR:PORT", help_heading = "Metrics")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = parse_listen, help_heading = "Metrics")]
     pub metrics: Option<SocketAddr>,
 }
 

@@ -95,7 +95,7 @@ pub struct ReadArgs {
     #[arg(long, value_name = "HOST:PORT", help_heading = "Source")]
     pub source: HostPort,
 
-    /// How to read the source's memory: `shm` if both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
+    /// How to read the source's memory. `shm` if both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
     /// `auto` uses the first of these over which a read works, and reports which one and why.
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = one_of(TRANSPORTS), help_heading = "Source")]
     pub transport: TransportChoice,
@@ -109,7 +109,7 @@ pub struct ReadArgs {
     #[allow(missing_docs)]
     pub rdma: RdmaReadArgs,
 
-    /// How long to retry while the source or the server is unreachable, with growing pauses. `0` tries once.
+    /// How long to try again while source or server is away. With growing pauses; `0` tries once.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Source")]
     pub retry_for: Duration,
 }

@@ -19,6 +19,7 @@ mod tools;
 mod volume;
 
 use std::ffi::OsString;
+use std::net::{IpAddr, SocketAddr};
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
@@ -279,6 +280,16 @@ impl LogLevel {
     }
 }
 
+/// An address to listen on. The system's own sentence does not say what one looks like.
+pub(crate) fn parse_listen(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| "expected ADDR:PORT, as in 10.0.0.5:7379 or [::1]:7379; a name is not an address".into())
+}
+
+/// An address of this host.
+pub(crate) fn parse_ip(text: &str) -> Result<IpAddr, String> {
+    text.parse().map_err(|_| "expected an IP address, as in 10.0.0.5 or fd00::1, without a port".into())
+}
+
 /// The words that an option takes: each with what its help page says of it, and what it means. One without a sentence
 /// is taken and not shown.
 pub(crate) type Words<T, const N: usize> = [(&'static str, &'static str, T); N];
@@ -396,6 +407,21 @@ mod tests {
         }
         assert_eq!(wrong.join("\n"), "");
         assert!(seen > 50, "{seen} commands");
+    }
+
+    #[test]
+    fn rdma_is_a_name_of_verbs_wherever_a_transport_is_chosen() {
+        let (mut commands, mut seen) = (vec![definition()], 0);
+        while let Some(command) = commands.pop() {
+            for option in command.get_arguments() {
+                let values = option.get_possible_values();
+                let takes = |word: &str| values.iter().any(|value| value.get_name() == word);
+                assert_eq!(takes("verbs"), takes("rdma"), "{}: --{option:?}", command.get_name());
+                seen += usize::from(takes("rdma"));
+            }
+            commands.extend(command.get_subcommands().cloned());
+        }
+        assert!(seen >= 6, "{seen} options");
     }
 
     #[test]

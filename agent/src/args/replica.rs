@@ -8,7 +8,10 @@ use clap::{Args, ValueEnum};
 
 use super::connections::LenderNameArgs;
 use super::server::ServerArgs;
-use super::{FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, OnCommandLine, PeerArgs, Plain};
+use super::{
+    FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, OnCommandLine, PeerArgs, Plain, parse_ip,
+    parse_listen,
+};
 use crate::conversation::SourceKey;
 use crate::exit::{self, Code};
 use crate::reader::{ReadOptions, RelayOptions};
@@ -51,8 +54,8 @@ pub struct ReplicaArgs {
     #[arg(long, help_heading = "What to do")]
     pub stay: bool,
 
-    /// Check both servers, the source, its transport and the connection to the primary, print what a sync will do, and
-    /// change nothing. The exit code is that of the sync.
+    /// Check everything, print what a sync will do, and change nothing. It checks both servers, the source, its
+    /// transport and the connection to the primary. The exit code is that of the sync.
     #[arg(long, conflicts_with = "stay", help_heading = "What to do")]
     pub dry_run: bool,
 
@@ -93,7 +96,7 @@ pub struct ReplicaArgs {
     #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
     pub on_failure: OnFailure,
 
-    /// Memory for slots in flight, and for those that other replicas read from this one; at least 16MiB. Three quarters
+    /// Memory for slots in flight, and for those that others read here. At least 16MiB. Three quarters
     /// of it hold slots: all of a snapshot if they fit, so that others can read it from the first slot on; else the
     /// newest ones.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", value_parser = parse_memory, help_heading = "Resources")]
@@ -122,7 +125,7 @@ pub struct ReplicaArgs {
 
     /// Local address that the server connects to while it loads; the port is any free one and is printed. Default:
     /// loopback if the server is on this host, else the local address of the connection to the server.
-    #[arg(long, value_name = "ADDR", help_heading = "Link to the server")]
+    #[arg(long, value_name = "ADDR", value_parser = parse_ip, help_heading = "Link to the server")]
     pub listen: Option<IpAddr>,
 
     #[command(flatten)]
@@ -137,8 +140,7 @@ pub struct ReplicaArgs {
     #[allow(missing_docs)]
     pub metrics_file: MetricsFileArgs,
 
-    /// Print each condition under which the server is called an exact replica, and by what it was checked; with
-    /// --dry-run, which ones will be.
+    /// Print the conditions of an exact replica, and how each was checked. With --dry-run: which ones will be.
     #[arg(long, help_heading = "Output")]
     pub explain: bool,
 
@@ -386,7 +388,7 @@ pub struct RelayArgs {
 
     /// Address and port to serve slots at. Default: the local address of the connection to the source, and any free
     /// port.
-    #[arg(long, value_name = "ADDR:PORT", help_heading = "Other replicas")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = parse_listen, help_heading = "Other replicas")]
     pub peer_listen: Option<SocketAddr>,
 
     /// How fast all other replicas together read from this one. `auto`: over TCP as a background transfer, which leaves
@@ -452,7 +454,10 @@ pub struct LendArgs {
 
 fn parse_zone(text: &str) -> Result<String, String> {
     let most = remora_protocol::MAX_ZONE_BYTES;
-    if text.len() > most { Err(format!("at most {most} bytes are allowed")) } else { Ok(text.to_owned()) }
+    if text.len() > most {
+        return Err(format!("a zone has at most {most} bytes, and this one has {}", text.len()));
+    }
+    Ok(text.to_owned())
 }
 
 #[cfg(test)]

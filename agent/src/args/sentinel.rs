@@ -75,7 +75,10 @@ impl SentinelArgs {
     pub(crate) fn open(&self) -> Result<Option<Sentinels>, Failure> {
         let Some(name) = self.sentinel_name.clone().filter(|_| self.is_given()) else { return Ok(None) };
         if self.sentinels.len() > MOST_SENTINELS {
-            return Err(Failure::refused(format!("--sentinel names more than {MOST_SENTINELS} Sentinels")));
+            return Err(Failure::refused(format!(
+                "--sentinel names {} Sentinels: give {MOST_SENTINELS} at most",
+                self.sentinels.len()
+            )));
         }
         let password = self.sentinel_password_file.as_deref().map(Password::read_file).transpose()?;
         let credentials = Credentials { user: self.sentinel_user.clone().map(String::into_bytes), password };

@@ -18,7 +18,7 @@ use remora_server::{Credentials, Server, ServerUrl, SetupError, Task, TlsOptions
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct ServerArgs {
-    /// The server: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH. Without a port: 6379.
+    /// redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH. Without a port: 6379.
     #[arg(long, value_name = "URL", value_parser = UrlParser)]
     pub server: ServerUrl,
 
@@ -26,7 +26,7 @@ pub struct ServerArgs {
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
 
-    /// File whose first line is the password; others than owner and group must not be able to read it. Without it, the
+    /// File whose first line is the password. Others than owner and group must not be able to read it. Without it, the
     /// environment variable REMORA_PASSWORD counts. Passwords are never taken from the command line.
     #[arg(long, value_name = "FILE")]
     pub password_file: Option<PathBuf>,

@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use remora_fabric::tcp::SendMode;
 
 use super::server::{TlsArgs, UrlParser};
 use super::{
     HostPort, MetricsArgs, MonitorNameArgs, RdmaOfferArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, Words, one_of,
+    parse_listen,
 };
 use crate::conversation::certificates::CertificateRoles;
 use crate::conversation::tokens::TokenFiles;
@@ -40,7 +40,7 @@ pub struct SourceArgs {
     /// Address and port to serve replica agents on. Exactly this one port is opened. The default, 127.0.0.1:7379,
     /// serves this host only; give the address of an interface (or 0.0.0.0 for all) to serve others. Not needed where
     /// systemd opens the port (remora-source@.socket).
-    #[arg(long, value_name = "ADDR:PORT", help_heading = "Serving")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = parse_listen, help_heading = "Serving")]
     pub listen: Option<SocketAddr>,
 
     #[command(flatten)]
@@ -51,7 +51,7 @@ pub struct SourceArgs {
     #[allow(missing_docs)]
     pub tokens: TokenArgs,
 
-    /// Address of the primary as the replicas' servers reach it, for the hand-off. Default: the server's own address;
+    /// The primary's address as the replicas' servers reach it. Default: the server's own address;
     /// if that is loopback or a socket, the host at which a replica reached this source. With --sentinel: what the
     /// Sentinels say at the time.
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "sentinels", help_heading = "Serving")]
@@ -69,7 +69,7 @@ pub struct SourceArgs {
     #[arg(long, value_name = "N", help_heading = "Serving")]
     pub at_once: Option<NonZeroU32>,
 
-    /// Memory for the snapshot and the journal together; at least 16MiB. A snapshot that fits is kept whole and serves
+    /// Memory for the snapshot and the journal together. At least 16MiB. A snapshot that fits is kept whole and serves
     /// late joiners too. A larger one is windowed: the source reuses slots that every joined replica has read, at the
     /// pace of the slowest one. It holds all twice if data are encrypted: plain for this host, and ciphertext. So it
     /// does with the snapshot if --compress names a method.
@@ -139,11 +139,6 @@ pub struct SourceArgs {
     #[arg(long, value_name = "FOLDER", help_heading = "Snapshot")]
     pub module_socket_folder: Option<PathBuf>,
 
-    /// How TCP lanes send: `file` (sendfile: about a third of the CPU; a slow receiver may be sent bytes that have been
-    /// overwritten meanwhile, which it notices by their checksum) or `copy` (sendmsg).
-    #[arg(long, value_name = "HOW", default_value = "file", value_parser = one_of(SENDS), help_heading = "Transports")]
-    pub tcp_send: SendMode,
-
     /// Congestion control of the TCP lanes, as in /proc/sys/net/ipv4/tcp_allowed_congestion_control. Default: the
     /// system's.
     #[arg(long, value_name = "NAME", help_heading = "Transports")]
@@ -177,7 +172,7 @@ pub struct SourceArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Server")]
 pub struct CapturedArgs {
-    /// The server: redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH. Without a port: 6379.
+    /// redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH. Without a port: 6379.
     #[arg(long, value_name = "URL", value_parser = UrlParser, required_unless_present = "sentinels", conflicts_with = "sentinels")]
     pub server: Option<ServerUrl>,
 
@@ -195,7 +190,7 @@ pub struct CapturedArgs {
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
 
-    /// File whose first line is the password; others than owner and group must not be able to read it. Without it, the
+    /// File whose first line is the password. Others than owner and group must not be able to read it. Without it, the
     /// environment variable REMORA_PASSWORD counts. Passwords are never taken from the command line.
     #[arg(long, value_name = "FILE")]
     pub password_file: Option<PathBuf>,
@@ -245,8 +240,8 @@ const SERVERS: Words<Beside, 2> =
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Snapshot")]
 pub struct TuneArgs {
-    /// For the moment of the fork alone, the server neither waits for more replicas (repl-diskless-sync-delay 0) nor
-    /// compresses the snapshot (rdbcompression no). Both settings are put back as soon as the server has forked, and
+    /// Spare the snapshot the server's delay and compression. For the moment of the fork alone, the server neither waits
+    /// for more replicas (repl-diskless-sync-delay 0) nor compresses the snapshot (rdbcompression no). Both settings are put back as soon as the server has forked, and
     /// also by the next source if this one is killed. The user needs +config|set.
     #[arg(long, conflicts_with = "from_file")]
     pub tune_server: bool,
@@ -282,7 +277,7 @@ pub struct LimitArgs {
 /// The token files of a source, and what else protects its connections.
 #[derive(Clone, Debug, Args)]
 pub struct TokenArgs {
-    /// File with the secret that source and replicas share: at least 16 bytes, for its owner and group only. It never
+    /// File with the secret that source and replicas share. At least 16 bytes, for its owner and group only. It never
     /// crosses the network. Make one by: remora token new FILE. May be repeated: a replica needs one of the tokens. To
     /// change the token without a gap, give two files, write the new token to one of them, and send SIGHUP: the source
     /// reads its token files again. With `--security mtls` a token is not needed.
@@ -375,12 +370,6 @@ const METHODS: Words<Compress, 4> = [
     ("zstd", "By Zstandard", Compress::Zstd),
 ];
 
-/// The values of `--tcp-send`.
-const SENDS: Words<SendMode, 2> = [
-    ("copy", "`sendmsg`: the kernel copies immediately", SendMode::Copy),
-    ("file", "`sendfile`: the kernel sends the pages themselves", SendMode::File),
-];
-
 fn parse_age(text: &str) -> Result<Duration, String> {
     match parse_duration(text).map_err(|error| error.to_string())? {
         age if age < LEAST_AGE => {
@@ -432,11 +421,7 @@ impl SourceArgs {
                 load: self.load_module.clone(),
                 socket_folder: self.module_socket_folder.clone(),
             },
-            lanes: LaneOptions {
-                send: self.tcp_send,
-                congestion: self.tcp_congestion.clone(),
-                upload_limit: self.upload_limit,
-            },
+            lanes: LaneOptions { congestion: self.tcp_congestion.clone(), upload_limit: self.upload_limit },
             shared_memory: !self.no_shm,
             rdma: self.rdma.options(),
         })

@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use remora_volume::client::{Reads, WindowSize, Writes};
 
-use super::{HostPort, MetricsArgs, RdmaEndArgs, SecurityArgs};
+use super::{HostPort, MetricsArgs, RdmaEndArgs, SecurityArgs, parse_listen};
 use crate::exit::{self, Code};
 use crate::units::{Size, parse_duration};
 
@@ -107,8 +107,8 @@ pub struct MountArgs {
     #[arg(long, conflicts_with_all = ["take_over", "write_through", "ahead"])]
     pub read_only: bool,
 
-    /// Show all of the volume as one file, `image`, for a loop device (`losetup --direct-io=on`) and any file system
-    /// of the system on it. The volume must not have files of its own.
+    /// Show all of the volume as one file, `image`. It is for a loop device (`losetup --direct-io=on`) and any file
+    /// system of the system on it. The volume must not have files of its own.
     #[arg(long, conflicts_with_all = ["read_only", "write_through", "ahead"])]
     pub image: bool,
 
@@ -144,8 +144,8 @@ pub struct MountArgs {
 /// What protects the connections between a client and the servers of a volume.
 #[derive(Clone, Debug, Args)]
 pub struct VolumeSecurityArgs {
-    /// File with the secret that clients and servers of volumes share: `remora token new` makes it. A holder can open
-    /// every volume of a server.
+    /// File with the secret that clients and servers share. `remora token new` makes it. A holder can open every volume
+    /// of a server.
     #[arg(long, value_name = "FILE", required_unless_present = "cert", help_heading = "Security")]
     pub token_file: Option<PathBuf>,
 
@@ -158,7 +158,7 @@ pub struct VolumeSecurityArgs {
 #[derive(Clone, Debug, Args)]
 pub struct ServeArgs {
     /// Where clients and other servers connect.
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7480")]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7480", value_parser = parse_listen)]
     pub listen: SocketAddr,
 
     /// Memory for copies. It is taken when a volume is made here.
@@ -332,7 +332,7 @@ pub struct NbdArgs {
 
     /// The address at which NBD clients connect instead. Without TLS it must be loopback, and every process of this
     /// host can then read and write the volume.
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = parse_listen)]
     pub listen: Option<SocketAddr>,
 
     #[command(flatten)]
@@ -376,8 +376,8 @@ pub struct NbdTlsArgs {
 /// How blocks get to the servers, and back.
 #[derive(Clone, Debug, Args)]
 pub struct WaysArgs {
-    /// How many writes may be under way at each server, as far as it has room: `adaptive` grows and shrinks with what
-    /// is of use, `fixed:N` is N writes.
+    /// How many writes may be under way at each server. As far as it has room, `adaptive` grows and shrinks with what
+    /// is of use, and `fixed:N` is N writes.
     #[arg(long, value_name = "SIZE", default_value = "adaptive", help_heading = "Ways")]
     pub window: WindowSize,
 

@@ -169,7 +169,9 @@ async fn fetch_all(jobs: Vec<Job>, at_once: usize) -> Result<Vec<(Job, Summary)>
     }
     let mut fetched = Vec::new();
     while let Some(done) = fetching.join_next().await {
-        let done = done.map_err(|error| Failure::local(format!("a fetch failed: {error}; this is a bug of remora")))?;
+        let done = done.map_err(|error| {
+            Failure::local(format!("a fetch failed: {error}; this is a bug of remora, please report it"))
+        })?;
         fetched.push(done?);
     }
     Ok(fetched)

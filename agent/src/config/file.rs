@@ -181,11 +181,11 @@ fn unknown(place: &str, name: &str, definition: &Command, command: &Command, has
         Some((distance, known)) if distance <= LIKE => format!("; did you mean {known}?"),
         _ => String::new(),
     };
-    let whose = match command.get_name() {
-        "remora" => "every command".to_owned(),
-        name => format!("remora {name}"),
+    let is_what = match command.get_name() {
+        "remora" => "is neither a command nor an option of every command".to_owned(),
+        of => format!("is not an option of remora {of}"),
     };
-    Failure::new(Code::Usage, format!("{place}: {name} is not an option of {whose}{hint}"))
+    Failure::new(Code::Usage, format!("{place}: {name} {is_what}{hint}"))
 }
 
 /// Letters in which two names may differ for one to be meant for the other.

@@ -205,7 +205,10 @@ fn explain_rare(of: &str) -> Result<(), Failure> {
 
 fn check(file: &Path) -> Result<(), Failure> {
     let definition = args::definition();
-    let commands = File::read(file)?.commands(&definition);
+    let read = File::read(file)?;
+    // A table that is no command has its line.
+    read.options(&definition, &[])?;
+    let commands = read.commands(&definition);
     if commands.is_empty() {
         let text = format!("{} has options of no command: give them in tables such as [source]", file.display());
         return Err(Failure::new(Code::Usage, text));
@@ -233,7 +236,7 @@ fn check(file: &Path) -> Result<(), Failure> {
             }
             Err(error) => {
                 wrong += 1;
-                let text = error.to_string();
+                let text = crate::commands::in_our_words(&error.to_string());
                 progress::say(&format!("remora {name}: {}", text.lines().next().unwrap_or_default()));
                 progress::say(&format!("  {}", words.origins(&text)));
             }

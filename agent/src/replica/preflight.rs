@@ -429,7 +429,9 @@ fn as_the_server_would(args: &ReplicaArgs, target: &Target, host: &str, port: u1
     let bracketed = if host.contains(':') { format!("[{host}]") } else { host.to_string() };
     let scheme = if target.tls_replication { "rediss" } else { "redis" };
     let url: ServerUrl = format!("{scheme}://{bracketed}:{port}").parse().map_err(|error| {
-        Failure::refused(format!("the source's address of the primary is not one: {error}; see --announce"))
+        Failure::refused(format!(
+            "the source names the primary by what is no address: {error}; correct --announce at remora source"
+        ))
     })?;
     let PrimaryLogin { user, password, .. } = &target.login;
     let user = Some(user.clone()).filter(|user| !user.is_empty() && password.is_some());

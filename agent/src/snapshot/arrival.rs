@@ -88,7 +88,8 @@ impl Arrival {
         match self.news.recv().await {
             Some(news) => news,
             None => {
-                let error = io::Error::other("the thread ended unexpectedly; this is a bug of remora");
+                let error =
+                    io::Error::other("the thread ended unexpectedly; this is a bug of remora, please report it");
                 ArrivalNews::Ended(Err(ArrivalError::Disk(error)))
             }
         }

@@ -109,7 +109,7 @@ impl Fetch {
             tokio::select! {
                 done = &mut self.reception.running => match outcome(done)? {
                     Some(arrived) => return Ok(arrived),
-                    None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora")),
+                    None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora, please report it")),
                 },
                 Ok(()) = self.reception.begun.changed() => begun(),
                 scrape = scrapes.next() => asked(scrape),
@@ -235,7 +235,7 @@ impl Whole {
         drop(arrived);
         let place = move || match Arc::into_inner(target) {
             Some(target) => target.place(&how),
-            None => Err(Failure::local("the slots are still in use; this is a bug of remora")),
+            None => Err(Failure::local("the slots are still in use; this is a bug of remora, please report it")),
         };
         blocking(place).await?;
         Ok(summary)
@@ -330,7 +330,7 @@ async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
         tokio::select! {
             done = &mut fetch.reception.running, if arrived.is_none() => match outcome(done)? {
                 Some(whole) => arrived = Some(whole),
-                None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora")),
+                None => return Err(Failure::local("the snapshot did not arrive; this is a bug of remora, please report it")),
             },
             result = &mut written => {
                 let result = result.unwrap_or_else(|_| Err(io::Error::other("it was not written")));

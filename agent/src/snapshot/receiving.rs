@@ -643,7 +643,9 @@ impl Reception {
 
 /// What receiving has ended with.
 pub(super) fn outcome(done: Result<Result<Option<Arrived>, Failure>, JoinError>) -> Result<Option<Arrived>, Failure> {
-    done.unwrap_or_else(|error| Err(Failure::local(format!("receiving failed: {error}; this is a bug of remora"))))
+    done.unwrap_or_else(|error| {
+        Err(Failure::local(format!("receiving failed: {error}; this is a bug of remora, please report it")))
+    })
 }
 
 /// Stops what still arrives, and waits until the source knows.

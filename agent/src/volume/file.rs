@@ -154,14 +154,16 @@ impl VolumeFile {
 /// The text says which number is wrong.
 pub(super) fn shape(id: VolumeId, bytes: u64, copies: usize, acknowledge: usize) -> Result<Shape, String> {
     if !bytes.is_multiple_of(BLOCK_BYTES as u64) {
-        return Err(format!("a size of {bytes} bytes is not a multiple of {BLOCK_BYTES}"));
+        return Err(format!(
+            "--size {bytes} is not a multiple of {BLOCK_BYTES} bytes: give whole KiB by fours, such as 4KiB or 1GiB"
+        ));
     }
     let most = Copies::MOST;
     let copies = Copies::new(copies, acknowledge).ok_or_else(|| {
         format!("{acknowledge} of {copies} copies: give 1 to {most} servers, and acknowledge at 1 to all of them")
     })?;
     Shape::new(id, bytes / BLOCK_BYTES as u64, copies)
-        .ok_or_else(|| format!("a size of {bytes} bytes: a volume has at least {BLOCK_BYTES} bytes and at most 16 TiB"))
+        .ok_or_else(|| format!("--size {bytes}: a volume has at least {BLOCK_BYTES} bytes and at most 16 TiB"))
 }
 
 fn parse_id(text: &str) -> Option<VolumeId> {

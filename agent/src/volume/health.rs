@@ -89,7 +89,9 @@ pub(super) fn status(args: &VolumeStatusArgs) -> Result<(), Failure> {
     };
     let needed = shape.copies().promises();
     if remember < needed {
-        let text = format!("{remember} servers that hold the volume answer, and {needed} are needed to open it");
+        let text = format!(
+            "{remember} servers that hold the volume answer, and {needed} are needed to open it: start the others, the lines above say which do not answer"
+        );
         let failure = Failure::new(Code::Volume, text);
         return Err(if empty > 0 { failure.and(&lost(empty, names.len())) } else { failure });
     }

@@ -34,7 +34,12 @@ pub(super) fn create(args: &CreateArgs) -> Result<(), Failure> {
     file.write(&args.file)?;
     if let Err(error) = Volume::create(shape, &servers, &options) {
         let _ = std::fs::remove_file(&args.file);
-        return Err(Failure::new(Code::Volume, format!("the volume was not made: {error}")));
+        return Err(Failure::new(
+            Code::Volume,
+            format!(
+                "the volume was not made: {error}; every server of --servers must run (remora volume serve) and have room"
+            ),
+        ));
     }
     let hold = shape.copies().hold();
     progress::say(&format!("{}: {}, {copies} copies, writes acknowledged at {hold}", args.file.display(), args.size));

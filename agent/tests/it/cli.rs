@@ -133,6 +133,57 @@ fn a_token_that_can_be_guessed_is_refused_by_both_ends() {
     }
 }
 
+/// Each says which option is meant, and what it takes.
+#[test]
+fn a_value_that_an_option_does_not_take_is_refused_with_what_it_takes() {
+    let replica = ["replica", "--server", "redis://db2", "--source", "db1:7379", "--token-file", "token"];
+    let source = ["source", "--server", "redis://db1", "--token-file", "token"];
+    let load = ["load", "--server", "redis://db1", "--keys", "1", "--value-size", "1"];
+    let plan = ["plan", "--server", "redis://db1"];
+    for (command, option, value, words) in [
+        (&source[..], "--memory", "10x", "KiB, MiB, GiB"),
+        (&source, "--memory", "1.5GiB", "whole number"),
+        (&source, "--max-age", "10x", "ms, s, m, h, d"),
+        (&source, "--max-replicas", "many", "expected a whole number"),
+        (&source, "--max-replicas", "0", "expected a number from 1 to"),
+        (&source, "--listen", "7379", "ADDR:PORT, as in 10.0.0.5:7379"),
+        (&source, "--listen", "localhost:7379", "a name is not an address"),
+        (&source, "--metrics", "9100", "ADDR:PORT"),
+        (&source, "--replica-name", "a b", "expected a DNS name or an IP address"),
+        (&source, "--upload-limit", "fast", "auto"),
+        (&replica, "--rdma-address", "mlx5_0", "expected an IP address"),
+        (&replica, "--listen", "127.0.0.1:80", "without a port"),
+        (&replica, "--source-key", "12", "64 hexadecimal digits"),
+        (&replica, "--zone", "a zone with a name of more than 32 bytes", "at most 32 bytes"),
+        (&load, "--db", "first", "expected a whole number"),
+        (&plan, "--rate", "10x", "Gbit"),
+    ] {
+        let output = remora(&[command, &[option, value]].concat());
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(option) && said.contains(words), "{option} {value}: {said}");
+    }
+}
+
+#[test]
+fn what_is_not_there_is_named_with_what_to_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("missing").to_string_lossy().into_owned();
+    let (_folder, token) = secret_file("a token of sufficient length\n", 0o600);
+    for (command, code, words) in [
+        (&["status", "--source", "127.0.0.1:1", "--token-file", &missing][..], 3, "remora token new"),
+        (&["status", "--source", "nowhere.invalid:7379", "--token-file", &token], 5, "the source nowhere.invalid:7379"),
+        (&["restore", &missing], 8, "No such file"),
+        (&["restore", &folder.path().to_string_lossy()], 3, "name what remora backup --to named"),
+        (&["module", "layout", "--program", "/bin/true"], 8, "give the program of a Redis or Valkey server"),
+    ] {
+        let output = remora(command);
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(code), "{command:?}: {said}");
+        assert!(said.contains(words), "{command:?}: {said}");
+    }
+}
+
 // Configuration files, read by the program itself.
 
 #[test]
@@ -187,6 +238,7 @@ fn mistakes_in_a_file_are_named_with_their_line() {
         &["'--memory", "--memory comes from", "remora.toml:2", "is not valid"],
     );
     check("log-level = 'info'\n", 2, &["options of no command"]);
+    check("[sorce]\nmemory = '1GiB'\n", 2, &["remora.toml:1: sorce is neither a command", "did you mean source"]);
     let file = check("[source]\nmemory = '1MiB'\n", 2, &["remora.toml:2"]);
     says(&stage.end(&["source", "--config", &file], 2), &["--memory comes from", "remora.toml:2"]);
     says(&stage.end(&["source", "--config", "/nowhere"], 2), &["/nowhere cannot be read"]);

@@ -5,6 +5,7 @@
 //!   man pages, completions, units ──────────────────────┘      ├──nfpm──▶ remora, remora-module: .deb, .rpm, .apk
 //!                                                              └buildah─▶ remora-V-ARCH.oci.tar, an image
 //!   cargo-sbom ──▶ remora-V.cdx.json, remora-module-V.cdx.json            SHA256SUMS, of everything
+//!   deploy/kubernetes ──▶ remora-V-kubernetes.tar.gz      the checksums of the archives ──▶ remora.rb, for Homebrew
 //! ```
 //!
 //! - [`build`]: programs that run on older systems than this one. [`check_needs`]: what a program asks of a system.
@@ -106,6 +107,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     for package in &PACKAGES {
         fs::write(out.join(format!("{}-{version}.cdx.json", package.name)), bill(package.member)?)?;
     }
+    archive(Path::new("deploy/kubernetes"), out, &format!("remora-{version}-kubernetes"), &date)?;
+    let formula = formula(version, env!("CARGO_PKG_REPOSITORY"), &sums(out)?);
+    fs::write(out.join("remora.rb"), formula)?;
     fs::write(out.join("SHA256SUMS"), sums(out)?)?;
     print!("{}", fs::read_to_string(out.join("SHA256SUMS"))?);
     Ok(())
@@ -138,6 +142,42 @@ fn sums(folder: &Path) -> Result<String> {
         lines.push_str(&format!("{sum}  {}\n", path.file_name().unwrap_or_default().display()));
     }
     Ok(lines)
+}
+
+/// The formula for Homebrew on Linux, with the archives whose checksums are there.
+fn formula(version: &str, repository: &str, sums: &str) -> String {
+    let mut archives = String::new();
+    for (architecture, brew) in [(Architecture::X86, "on_intel"), (Architecture::Arm, "on_arm")] {
+        let file = format!("remora-{version}-linux-{}.tar.gz", architecture.name());
+        let Some(sum) = sums.lines().find_map(|line| line.strip_suffix(&file)) else { continue };
+        archives.push_str(&format!(
+            "    {brew} do\n      url \"{repository}/releases/download/v{version}/{file}\"\n      sha256 \"{}\"\n    end\n",
+            sum.trim()
+        ));
+    }
+    format!(
+        r##"# Exact replicas of a Redis or Valkey server, from one snapshot. Linux only. `brew install --formula ./remora.rb`
+class Remora < Formula
+  desc "Exact replicas of a Redis or Valkey server, any number of them from one snapshot"
+  homepage "{repository}"
+  version "{version}"
+  license any_of: ["Apache-2.0", "MIT"]
+  depends_on :linux
+  on_linux do
+{archives}  end
+
+  def install
+    bin.install "usr/bin/remora"
+    (lib/"remora").install "usr/lib/remora/libremora_module.so"
+    man1.install Dir["usr/share/man/man1/*"]
+  end
+
+  test do
+    assert_match version.to_s, shell_output("#{{bin}}/remora --version")
+  end
+end
+"##
+    )
 }
 
 // Programs that run on any system with the C library of Debian 11 or a newer one, whatever this machine has.
@@ -553,6 +593,30 @@ mod tests {
         assert!(check());
         fs::write(folder.path().join("b.deb"), "too").unwrap();
         assert!(!check());
+    }
+
+    #[test]
+    fn the_formula_has_the_archives_that_were_made_with_their_checksums() {
+        let sums = "ab  remora-1.2.3-linux-x86_64.tar.gz\ncd  remora-1.2.3-linux-aarch64.tar.gz\nef  other\n";
+        let both = formula("1.2.3", "https://forge/remora", sums);
+        let url = "url \"https://forge/remora/releases/download/v1.2.3/remora-1.2.3-linux-x86_64.tar.gz\"";
+        assert!(both.contains(url) && both.contains("sha256 \"ab\"") && both.contains("sha256 \"cd\""), "{both}");
+        let one = formula("1.2.3", "https://forge/remora", sums.lines().next().unwrap());
+        assert!(one.contains("on_intel") && !one.contains("on_arm"), "{one}");
+    }
+
+    /// `cargo binstall` finds what is packed here.
+    #[test]
+    fn the_archive_has_the_name_that_the_agents_manifest_gives() {
+        let manifest = fs::read_to_string(crate_root().join("../../agent/Cargo.toml")).unwrap();
+        let name = "remora-{ version }-linux-{ target-arch }";
+        for line in [format!("/v{{ version }}/{name}.tar.gz\""), format!("bin-dir = \"{name}/usr/bin/{{ bin }}")] {
+            assert!(manifest.contains(&line), "{line}");
+        }
+    }
+
+    fn crate_root() -> &'static Path {
+        Path::new(env!("CARGO_MANIFEST_DIR"))
     }
 
     /// A tree with one file in each folder of each package, and one that belongs to no package.

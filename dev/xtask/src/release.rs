@@ -34,6 +34,9 @@ const UNRELEASED: &str = "## Unreleased";
 /// The files that a release changes.
 const FILES: [&str; 4] = ["CHANGELOG.md", "Cargo.toml", "Cargo.lock", "dev/fuzz/Cargo.lock"];
 
+/// The host of a repository that nobody has named yet.
+const UNKNOWN_FORGE: &str = "forge.example";
+
 pub(crate) fn run(options: &Options) -> Result<()> {
     let changed = said(Command::new("git").args(["status", "--porcelain"]))?;
     if !changed.is_empty() {
@@ -46,6 +49,11 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     let name = format!("v{new}");
     if !said(Command::new("git").args(["tag", "--list", &name]))?.is_empty() {
         return Err(format!("the tag {name} is there already: take another version").into());
+    }
+    if env!("CARGO_PKG_REPOSITORY").contains(UNKNOWN_FORGE) {
+        let text = "write the address of the repository into Cargo.toml first (repository in [workspace.package]): \
+            the crates, the formula for Homebrew and cargo binstall have it";
+        return Err(text.into());
     }
     let today = said(Command::new("date").args(["-u", "+%Y-%m-%d"]))?;
     // All that can be refused is refused before hours of checks.
@@ -107,14 +115,17 @@ fn dated(changes: &str, version: &str, date: &str) -> Result<String> {
     Ok(format!("{before}{UNRELEASED}\n\n## {version} ({date}){after}"))
 }
 
-/// The workspace's manifest with the new version.
+/// The workspace's manifest with the new version, also where crates that can be published name each other.
 fn versioned(manifest: &str, old: &str, new: &str) -> Result<String> {
     let (from, to) =
         (format!("[workspace.package]\nversion = \"{old}\""), format!("[workspace.package]\nversion = \"{new}\""));
     if !manifest.contains(&from) {
         return Err(format!("Cargo.toml does not say that the version is {old}").into());
     }
-    Ok(manifest.replacen(&from, &to, 1))
+    let manifest = manifest.replacen(&from, &to, 1);
+    let (from, to) = (format!("\", version = \"{old}\" }}"), format!("\", version = \"{new}\" }}"));
+    let line = |line: &str| if line.starts_with("remora-") { line.replace(&from, &to) } else { line.to_owned() };
+    Ok(manifest.lines().map(line).collect::<Vec<_>>().join("\n") + "\n")
 }
 
 #[cfg(test)]
@@ -143,10 +154,13 @@ mod tests {
     }
 
     #[test]
-    fn the_version_stands_in_the_workspaces_manifest_once() {
+    fn the_version_stands_in_the_workspaces_manifest_and_with_the_crates_that_can_be_published() {
         let manifest = include_str!("../../../Cargo.toml");
         let new = versioned(manifest, env!("CARGO_PKG_VERSION"), "77.0.1").unwrap();
         assert!(new.contains("\nversion = \"77.0.1\"\n"));
+        assert!(new.contains("\nremora-redis = { path = \"redis\", version = \"77.0.1\" }\n"));
+        assert_eq!(new.matches("77.0.1").count(), 8);
+        assert_eq!(new.lines().count(), manifest.lines().count());
         assert!(versioned(&new, env!("CARGO_PKG_VERSION"), "78.0.0").is_err());
     }
 }

@@ -134,7 +134,7 @@ pub(super) async fn run(
                 say_ended(&before.manifest, &ended);
                 match ended.why {
                     Why::Failed(failure) => return Err(failure),
-                    Why::Stopped => return Err(Failure::local("recording stopped by itself; this is a bug of remora")),
+                    Why::Stopped => return Err(Failure::local("recording stopped by itself; this is a bug of remora, please report it")),
                     Why::Gone(because) => {
                         let gap = Gap { after: before.manifest.name.clone(), after_offset: ended.recorded, because };
                         tracing::warn!(
@@ -161,7 +161,9 @@ async fn done(beginning: &mut Option<Beginning>) -> Result<Option<Set>, Failure>
     match beginning {
         Some(task) => {
             let done = task.await;
-            done.unwrap_or_else(|error| Err(Failure::local(format!("a task failed: {error}; this is a bug of remora"))))
+            done.unwrap_or_else(|error| {
+                Err(Failure::local(format!("a task failed: {error}; this is a bug of remora, please report it")))
+            })
         }
         None => std::future::pending().await,
     }
@@ -454,7 +456,7 @@ impl Following {
     /// Waits until it has ended by itself. Cancel-safe.
     async fn ended(&mut self) -> Ended {
         (&mut self.ended).await.unwrap_or_else(|_| Ended {
-            why: Why::Failed(Failure::local("recording ended unexpectedly; this is a bug of remora")),
+            why: Why::Failed(Failure::local("recording ended unexpectedly; this is a bug of remora, please report it")),
             recorded: 0,
             noted: Moment::default(),
         })

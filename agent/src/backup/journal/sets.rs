@@ -116,7 +116,7 @@ impl Beginning {
             }
             (Beginning::Archive(segments), _) => segments.publish(rdb, manifest),
             (Beginning::Folder(_), Target::Archive(_)) => {
-                Err(Failure::local("a folder was begun for an archive; this is a bug of remora"))
+                Err(Failure::local("a folder was begun for an archive; this is a bug of remora, please report it"))
             }
         }
     }

@@ -60,7 +60,7 @@ impl Archived {
                 && !shelf::list(path, Damaged::Refused)?.is_empty()
             {
                 return Err(Failure::refused(format!(
-                    "{at} has backups as files and as objects: name the one that is meant"
+                    "{at} has backups as files and as objects: name the one that is meant, as {at}/NAME"
                 )));
             }
             return Ok(Some(Archived { store, identities, manifest }));
@@ -73,7 +73,9 @@ impl Archived {
         }
         match at {
             Location::Path(_) => Ok(None),
-            Location::Bucket { .. } => Err(Failure::refused(format!("there is no backup in {at}"))),
+            Location::Bucket { .. } => {
+                Err(Failure::refused(format!("there is no backup in {at}: name what remora backup --to named")))
+            }
         }
     }
 
@@ -202,7 +204,9 @@ fn newest(store: &dyn Store, until: Option<Moment>, pass: Option<Pass>) -> Resul
     }
     match newest_until(all, |backup| backup, until, pass)? {
         Some(manifest) => Ok(Some(manifest)),
-        None => Err(Failure::refused(format!("all backups in {at} are of a later moment than --until"))),
+        None => Err(Failure::refused(format!(
+            "all backups in {at} are of a later moment than --until: give a later one, or name an older backup"
+        ))),
     }
 }
 

@@ -112,7 +112,10 @@ async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
         }
         _ => {
             let Location::Path(path) = &asked.from else {
-                return Err(Failure::refused(format!("there is no backup in {}", asked.from)));
+                return Err(Failure::refused(format!(
+                    "there is no backup in {}: name what remora backup --to named",
+                    asked.from
+                )));
             };
             let found = Found::at(path, asked.until, asked.until_pass)?;
             if let (Some(to), false) = (&asked.to, asked.replace) {
@@ -314,7 +317,7 @@ impl Found {
         if snapshots > 0 && snapshots < all.len() {
             // Commands may reach further than a snapshot that was taken later, or may not.
             return Err(Failure::refused(format!(
-                "{} has snapshots and folders with commands: name the one that is meant",
+                "{0} has snapshots and folders with commands: name the one that is meant, as {0}/NAME",
                 path.display()
             )));
         }
@@ -326,11 +329,15 @@ impl Found {
             None if path.join("dump.rdb").is_file() => Ok(Found::Snapshot(path.join("dump.rdb"))),
             None if is_empty => match AofFolder::below(path)? {
                 Some(folder) => Ok(Found::Folder(folder)),
-                None => Err(Failure::refused(format!("there is no backup in {}", path.display()))),
+                None => Err(Failure::refused(format!(
+                    "there is no backup in {}: name what remora backup --to named",
+                    path.display()
+                ))),
             },
-            None => {
-                Err(Failure::refused(format!("all backups in {} are of a later moment than --until", path.display())))
-            }
+            None => Err(Failure::refused(format!(
+                "all backups in {} are of a later moment than --until: give a later one, or name an older backup",
+                path.display()
+            ))),
         }
     }
 }
@@ -354,7 +361,7 @@ impl AofFolder {
             let Some(folder) = AofFolder::at(&folder)? else { continue };
             if let Some(AofFolder { path: other, .. }) = found.replace(folder) {
                 return Err(Failure::refused(format!(
-                    "{} has several folders with an append-only file, such as {}: name the one that is meant",
+                    "{} has several folders with an append-only file, such as {}: name the folder that is meant",
                     path.display(),
                     other.display()
                 )));

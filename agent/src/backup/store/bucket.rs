@@ -13,6 +13,7 @@ use std::fmt;
 use std::io::{self, Read, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes};
@@ -41,6 +42,7 @@ use tokio::task::JoinSet;
 
 use super::{Object, Store, Upload};
 use crate::args::{Location, StoreArgs};
+use crate::events;
 use crate::exit::{Code, Failure};
 
 /// Bytes of a part at least. Stores want 5 MiB and more, and Amazon charges by the request.
@@ -55,6 +57,12 @@ const AT_ONCE: usize = 4;
 /// How often the role of this machine is asked for: some twenty seconds. A machine that has none would be asked for all
 /// of `--retry-for`.
 const ROLE_RETRIES: usize = 20;
+
+/// The host that gives a machine the keys of its role.
+const ROLE_ADDRESS: &str = "169.254.";
+
+/// How the client begins its sentence about a store that sends it elsewhere.
+const OTHER_REGION: &str = "Received redirect without LOCATION";
 
 /// More tries than `--retry-for` has time for: pauses grow to 15 s.
 const WAITING_RETRIES: usize = 100_000;
@@ -76,6 +84,10 @@ struct Inner {
     at: Location,
     prefix: String,
     runtime: Handle,
+    /// How long a request is tried.
+    retry_for: Duration,
+    /// Whether the keys are those of the machine's role.
+    is_role: bool,
     /// Whether requests end.
     stop: watch::Sender<bool>,
 }
@@ -137,7 +149,7 @@ impl BucketStore {
         let built = builder.with_allow_http(true).build();
         let s3 = built.map_err(|error| Failure::refused(format!("{at} cannot be used: {error}")))?;
         let (prefix, stop) = (prefix.to_owned(), watch::Sender::new(false));
-        let inner = Inner { s3: Arc::new(s3), at, prefix, runtime: Handle::current(), stop };
+        let inner = Inner { s3: Arc::new(s3), at, prefix, runtime: Handle::current(), retry_for, is_role, stop };
         Ok(BucketStore { inner: Arc::new(inner) })
     }
 }
@@ -181,11 +193,49 @@ impl Inner {
     }
 
     fn failed(&self, key: &str, error: &object_store::Error) -> Failure {
-        let what = match error {
-            object_store::Error::NotFound { .. } => "the bucket or the object does not exist".to_owned(),
-            other => other.to_string(),
-        };
-        Failure::new(Code::Store, format!("{}: {what}", self.address(key)))
+        Failure::new(Code::Store, format!("{}: {}", self.address(key), self.cause(error)))
+    }
+
+    /// What has failed, and what to do. The client's own sentences name its types and its settings.
+    fn cause(&self, error: &object_store::Error) -> String {
+        use object_store::Error::{NotFound, PermissionDenied, Unauthenticated};
+        let text = error.to_string();
+        if self.is_role && text.contains(ROLE_ADDRESS) {
+            return "no keys are given, and this machine has no role that gives some: name a file of keys by \
+                --s3-credentials-file, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                .to_owned();
+        }
+        let said = answer(&text).map(|said| format!(" ({said})")).unwrap_or_default();
+        match error {
+            NotFound { .. } => {
+                format!("the bucket or the object does not exist{said}: check the address, and --s3-endpoint")
+            }
+            PermissionDenied { .. } | Unauthenticated { .. } => format!(
+                "the store does not accept the keys for this request{said}: check --s3-credentials-file (or \
+                AWS_ACCESS_KEY_ID), and what these keys may do in the bucket"
+            ),
+            _ if text.contains(OTHER_REGION) => "the bucket is in another region: name it by --s3-region".to_owned(),
+            _ => match http_error(error) {
+                Some((HttpErrorKind::Connect, cause)) => format!(
+                    "the store cannot be reached: {cause}; tried for {} s (--retry-for): check --s3-endpoint, and that the \
+                    store runs",
+                    self.retry_for.as_secs()
+                ),
+                Some((HttpErrorKind::Timeout, _)) => format!(
+                    "the store did not answer within {} s; tried for {} s (--retry-for)",
+                    ANSWER_LIMIT.as_secs(),
+                    self.retry_for.as_secs()
+                ),
+                Some((_, cause)) => format!(
+                    "the connection to the store broke: {cause}; tried for {} s (--retry-for)",
+                    self.retry_for.as_secs()
+                ),
+                None => match answer(&text) {
+                    Some(said) => format!("the store refuses the request: {said}"),
+                    None => text,
+                },
+            },
+        }
     }
 
     /// Waits for a request. Its tries and its pauses are bounded.
@@ -232,6 +282,37 @@ impl Inner {
             Err(error) => Err(self.failed(key, &error)),
         }
     }
+}
+
+/// What a store says in its answer, which is XML: its code, and its sentence.
+fn answer(text: &str) -> Option<String> {
+    let field = |name: &str| {
+        let (_, rest) = text.split_once(&format!("<{name}>"))?;
+        Some(rest.split_once(&format!("</{name}>"))?.0.trim().to_owned())
+    };
+    match (field("Code")?, field("Message")) {
+        (code, Some(message)) if !message.is_empty() => Some(format!("{code}: {}", message.trim_end_matches('.'))),
+        (code, _) => Some(code),
+    }
+}
+
+/// The kind of an error of the connection, and its cause.
+fn http_error(error: &object_store::Error) -> Option<(HttpErrorKind, String)> {
+    let mut cause: Option<&(dyn Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if let Some(http) = error.downcast_ref::<HttpError>() {
+            return Some((http.kind(), cause_of(http)));
+        }
+        cause = error.source();
+    }
+    None
+}
+
+/// Without the words that hyper puts before each cause.
+fn cause_of(error: &HttpError) -> String {
+    let text = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+    let before = ["client error (Connect): ", "client error (SendRequest): ", "tcp connect error: "];
+    before.iter().fold(&*text, |text, words| text.strip_prefix(words).unwrap_or(text)).to_owned()
 }
 
 impl Store for BucketStore {
@@ -314,7 +395,7 @@ impl Read for Reading {
             };
             match next {
                 Ok(Some(Ok(piece))) => self.piece = piece,
-                Ok(Some(Err(error))) => return Err(failed(&error)),
+                Ok(Some(Err(error))) => return Err(failed(&self.inner.cause(&error))),
                 Ok(None) => return Ok(0),
                 Err(_) => return Err(failed(&format!("nothing arrived within {} s", READ_LIMIT.as_secs()))),
             }
@@ -411,7 +492,10 @@ impl Parts {
                 Ok(())
             }
             Some(Ok((_, Err(error)))) => Err(inner.failed(key, &error)),
-            Some(Err(error)) => Err(Failure::local(format!("{}: a task failed: {error}", inner.address(key)))),
+            Some(Err(error)) => Err(Failure::local(format!(
+                "{}: a task failed: {error}; this is a bug of remora, please report it",
+                inner.address(key)
+            ))),
         }
     }
 }
@@ -478,7 +562,7 @@ impl HttpConnector for Connector {
         let connector = builder.https_or_http().enable_http1().wrap_connector(tcp);
         let mut client = Client::builder(TokioExecutor::new());
         client.pool_timer(TokioTimer::new()).pool_idle_timeout(IDLE_LIMIT);
-        Ok(HttpClient::new(Service { client: client.build(connector) }))
+        Ok(HttpClient::new(Service { client: client.build(connector), is_away: AtomicBool::new(false) }))
     }
 }
 
@@ -486,18 +570,41 @@ impl HttpConnector for Connector {
 #[derive(Debug)]
 struct Service {
     client: Client<HttpsConnector<Tcp>, HttpRequestBody>,
+    /// Whether the last request got no answer.
+    is_away: AtomicBool,
+}
+
+impl Service {
+    /// Says when a store does not answer, and when it does again. Whether a machine has a role is no news.
+    fn note(&self, store: &str, lost: Option<&HttpError>) {
+        if store.starts_with(ROLE_ADDRESS) || self.is_away.swap(lost.is_some(), Ordering::Relaxed) == lost.is_some() {
+            return;
+        }
+        match lost {
+            Some(error) => tracing::warn!(
+                event = events::RETRYING,
+                "the object store {store} does not answer: {}; trying again (--retry-for)",
+                cause_of(error)
+            ),
+            None => tracing::info!("the object store {store} answers again"),
+        }
+    }
 }
 
 #[async_trait::async_trait]
 impl HttpService for Service {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let answer = tokio::time::timeout(ANSWER_LIMIT, self.client.request(request)).await;
-        let answer = answer.map_err(|late| HttpError::new(HttpErrorKind::Timeout, late))?;
-        let answer = answer.map_err(|error| {
-            let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };
-            HttpError::new(kind, Chain::of(&error))
-        })?;
-        Ok(answer.map(|body| {
+        let store = request.uri().authority().map(ToString::to_string).unwrap_or_default();
+        let answer = match tokio::time::timeout(ANSWER_LIMIT, self.client.request(request)).await {
+            Err(late) => Err(HttpError::new(HttpErrorKind::Timeout, late)),
+            Ok(Err(error)) => {
+                let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };
+                Err(HttpError::new(kind, Chain::of(&error)))
+            }
+            Ok(Ok(answer)) => Ok(answer),
+        };
+        self.note(&store, answer.as_ref().err());
+        Ok(answer?.map(|body| {
             let body = body.map_err(|error| HttpError::new(HttpErrorKind::Interrupted, Chain::of(&error)));
             HttpResponseBody::new(body)
         }))
@@ -602,6 +709,23 @@ mod tests {
 
     const TEXT: &str = "# keys\n[default]\naws_access_key_id = id\naws_secret_access_key=se=cret\n\n\
                         [other]\nAWS_ACCESS_KEY_ID=id2\naws_secret_access_key = s2\naws_session_token = t2\n[half]\naws_access_key_id=x\n";
+
+    #[test]
+    fn what_a_store_answers_is_said_without_its_xml() {
+        let text = "Server returned non-2xx status code: 403 Forbidden: <?xml?><Error><Code>AccessDenied</Code>\
+                    <Message>Access Denied.</Message></Error>";
+        assert_eq!(answer(text).as_deref(), Some("AccessDenied: Access Denied"));
+        assert_eq!(answer("<Code>SlowDown</Code><Message></Message>").as_deref(), Some("SlowDown"));
+        assert_eq!(answer("no answer at all"), None);
+    }
+
+    #[test]
+    fn an_error_of_a_connection_names_its_cause_alone() {
+        let cause = Chain("client error (Connect): tcp connect error: Connection refused (os error 111)".to_owned());
+        let source = Box::new(HttpError::new(HttpErrorKind::Connect, cause));
+        let (kind, text) = http_error(&object_store::Error::Generic { store: "S3", source }).unwrap();
+        assert_eq!((kind, &*text), (HttpErrorKind::Connect, "Connection refused (os error 111)"));
+    }
 
     #[test]
     fn the_keys_of_one_profile_are_read() {

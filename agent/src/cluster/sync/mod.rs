@@ -161,7 +161,9 @@ pub(super) fn agree(yes: bool) -> Result<(), Failure> {
     if !std::io::stdin().is_terminal() {
         return Err(Failure::refused("nothing was changed; --yes carries this plan out"));
     }
-    let no_answer = |error: std::io::Error| Failure::local(format!("the answer cannot be read: {error}"));
+    let no_answer = |error: std::io::Error| {
+        Failure::local(format!("the answer cannot be read: {error}; give --yes where nobody can answer"))
+    };
     let mut answer = String::new();
     // A terminal that is gone is noticed by the read.
     let _ = write!(std::io::stderr(), "Carry it out? [y/N] ");

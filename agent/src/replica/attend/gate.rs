@@ -71,7 +71,9 @@ impl Gate {
     /// For connections to these ports, with the rules that listen to this port. Closed at first.
     pub(super) fn new(listen: u16, ports: BTreeSet<u16>) -> Result<Gate, Failure> {
         let no_port = |error| {
-            Failure::local(format!("the UDP port 127.0.0.1:{listen} cannot be used: {error}; see --listen-port"))
+            Failure::local(format!(
+                "the UDP port 127.0.0.1:{listen} cannot be used: {error}; give another port by --listen-port, here and to remora intercept add"
+            ))
         };
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, listen)).map_err(no_port)?;
         socket.set_nonblocking(true).map_err(no_port)?;

@@ -199,7 +199,11 @@ async fn check(server: &Server, link: &LinkTlsArgs, given: TlsOptions) -> Result
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
-    let taken = |error| Failure::local(format!("the port {address} cannot be used: {error}; see --listen-port"));
+    let taken = |error| {
+        Failure::local(format!(
+            "the port {address} cannot be used: {error}; give another port by --listen-port, here and to remora intercept add"
+        ))
+    };
     TcpListener::bind(address).await.map_err(taken)
 }
 

@@ -504,7 +504,7 @@ async fn restart(command: &str, limit: Duration) -> Result<(), String> {
 }
 
 fn run_here(command: &str, limit: Duration) -> Result<(), String> {
-    let failed = |error: io::Error| format!("the restart command cannot be run: {error}");
+    let failed = |error: io::Error| format!("the restart command (--restart-command) cannot be run: {error}");
     let file = tempfile::tempfile().map_err(failed)?;
     let (out, errors) = (file.try_clone().map_err(failed)?, file.try_clone().map_err(failed)?);
     let started = Command::new("/bin/sh")

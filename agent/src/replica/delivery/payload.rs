@@ -299,7 +299,10 @@ fn refusal(error: &ConvertError) -> Failure {
         ConvertError::Unknown { .. } => {
             Failure::refused(format!("{error}: this release can't convert snapshots of that primary"))
         }
-        ConvertError::Damaged { .. } => Failure::new(Code::SyncFailed, format!("the snapshot is damaged: {error}")),
+        ConvertError::Damaged { .. } => Failure::new(
+            Code::SyncFailed,
+            format!("the source's snapshot is damaged: {error}; restart remora source, which then takes another one"),
+        ),
     }
 }
 

@@ -295,7 +295,7 @@ impl Driver {
     fn notice(&mut self, notice: Option<Notice>) -> Option<Event> {
         let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
         let event = match notice {
-            None => fatal("the delivery ended unexpectedly; this is a bug of remora".into()),
+            None => fatal("the delivery ended unexpectedly; this is a bug of remora, please report it".into()),
             Some(Notice::Fatal { text }) => fatal(text),
             Some(Notice::Refused { failure }) => DeliveryEvent::Fatal { failure },
             Some(Notice::Damaged { error }) => {

@@ -562,7 +562,9 @@ impl fmt::Display for LinkPort {
 }
 
 fn cannot_listen(host: IpAddr, error: &std::io::Error) -> Failure {
-    Failure::local(format!("the link for the server can't listen on {host}: {error}; see --listen"))
+    Failure::local(format!(
+        "the link for the server can't listen on {host}: {error}; name an address of this host by --listen"
+    ))
 }
 
 /// Connections that the kernel holds until they are accepted, as of the standard library's listeners.

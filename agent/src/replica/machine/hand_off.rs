@@ -306,7 +306,7 @@ impl Ending {
                 self.end_well(*done, Err(failure), rules, actions);
             }
             (Ending::Finishing(done), Report::Ended) => {
-                let text = "the server is a replica now, but its task ended unexpectedly; this is a bug of remora";
+                let text = "the server is a replica now, but its task ended unexpectedly; this is a bug of remora, please report it";
                 self.end_well(*done, Err(Failure::local(text)), rules, actions);
             }
             _ => {}

@@ -493,7 +493,9 @@ impl Replica {
             | Report::Verified(Err(lapse))
             | Report::PointedAtPrimary(Err(lapse))
             | Report::ReturnedToLink(Err(lapse)) => self.check(Err(lapse)),
-            Report::Ended => self.fail(Failure::local("the server's task ended unexpectedly; this is a bug of remora")),
+            Report::Ended => self.fail(Failure::local(
+                "the server's task ended unexpectedly; this is a bug of remora, please report it",
+            )),
         }
     }
 

@@ -363,7 +363,7 @@ fn what_cannot_work_is_refused_and_says_which_option() {
     let stage = place.scene.stage.clone();
     let wrong = stage.secret("wrong", "[default]\naws_access_key_id = the-id\naws_secret_access_key = other");
     place.option("--s3-credentials-file", &wrong);
-    says(&ends(&mut place.backup(&[]), 17), &[&place.store.url()]);
+    says(&ends(&mut place.backup(&[]), 17), &[&place.store.url(), "does not accept the keys", "--s3-credentials-file"]);
     let open = stage.secret("open", "[default]\naws_access_key_id = the-id\naws_secret_access_key = the-secret");
     fs::set_permissions(&open, fs::Permissions::from_mode(0o644)).unwrap();
     place.option("--s3-credentials-file", &open);
