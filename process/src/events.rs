@@ -121,6 +121,8 @@ events! {
     RDMA_ENDED = "rdma_ended" ["now", "why"];
     /// The connection to the source was lost, and will be tried again.
     SOURCE_LOST = "source_lost" [];
+    /// The next one of the addresses in `--source` is used; the sentence says why.
+    SOURCE_CHANGED = "source_changed" ["from", "to"];
     /// The source has given up the snapshot that the replica was reading.
     SNAPSHOT_GIVEN_UP = "snapshot_given_up" ["generation"];
     /// The server has to load another snapshot of the source.

@@ -113,7 +113,7 @@ impl DataSet {
         data_set
     }
 
-    /// Connects to the source again, and compares it with the data set before anything is asked for.
+    /// Connects to the source again, or to the next one, and compares it with the data set before anything is asked for.
     pub async fn connect(
         &self,
         read: &ReadOptions,
@@ -121,10 +121,26 @@ impl DataSet {
         name: Option<&str>,
         server: &str,
     ) -> Result<Source, Loss> {
-        let mut source = Source::connect(read, credentials).await.map_err(unreachable)?;
+        let mut round = read.source.round();
+        loop {
+            let attempt = self.connect_to(round.at(), read, credentials, (name, server)).await;
+            if let Some(done) = round.outcome(attempt, |loss: &Loss| loss.passes) {
+                return done;
+            }
+        }
+    }
+
+    async fn connect_to(
+        &self,
+        at: &HostPort,
+        read: &ReadOptions,
+        credentials: &Credentials,
+        (name, server): (Option<&str>, &str),
+    ) -> Result<Source, Loss> {
+        let mut source = Source::connect_to(at, credentials).await.map_err(unreachable)?;
         let plan = source.plan(read, name, server).await;
         let plan = plan.map_err(Loss::passing)?;
-        self.check(&read.source, source.address(), &plan).await?;
+        self.check(at, source.address(), &plan).await?;
         Ok(source)
     }
 
@@ -141,7 +157,7 @@ impl DataSet {
 
     async fn compare(&self, source: &HostPort, at: SocketAddr, offer: &Offer) -> Result<(), Failure> {
         if let Some(known) = &self.expected {
-            known.expects(at.ip(), &offer.primary).map_err(|why| Failure::new(Code::Source, why))?;
+            known.expects((&source.host, at.ip()), &offer.primary).map_err(|why| Failure::new(Code::Source, why))?;
         }
         let compared = match &*self.agreed() {
             Some(agreed) => agreed.compare(offer),

@@ -9,6 +9,7 @@
 //! A replica gives what it reads to its server. `remora fetch` and `remora backup` write it to a file. All of them go
 //! this way:
 //!
+//! - [`addresses`] are the sources that a reader goes to, one after the other.
 //! - [`source`] is the conversation with the source agent, and the task that has it. Its [`Way`](source::Way) connects
 //!   to what the source offers. **Start here.**
 //! - [`data_set`] is what the first conversation has agreed on. Each later one is compared with it, so that no other
@@ -23,6 +24,7 @@
 //! from a loss is for its users. It knows no command line.
 #![forbid(unsafe_code)]
 
+pub mod addresses;
 pub mod data_set;
 pub mod feed;
 pub mod loss;

@@ -27,6 +27,12 @@ impl Loss {
     }
 }
 
+impl std::fmt::Display for Loss {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.failure.fmt(f)
+    }
+}
+
 /// How long the source may have nothing to offer if `--retry-for` is shorter. A primary may be busy with another
 /// snapshot of its own first. One whose snapshots fail is waited for during `--retry-for` only.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);

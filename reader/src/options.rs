@@ -7,13 +7,14 @@ use std::time::Duration;
 
 use remora_base::units::Size;
 use remora_conversation::transports::{RdmaRead, TransportChoice, UploadLimit};
-use remora_server::HostPort;
+
+use crate::addresses::Addresses;
 
 /// Where the source is, and how its memory is read.
 #[derive(Clone, Debug)]
 pub struct ReadOptions {
-    /// Where the source listens.
-    pub source: HostPort,
+    /// Where the source listens, and those that are read when it is lost.
+    pub source: Addresses,
     /// Which transports may be used.
     pub transport: TransportChoice,
     /// TCP connections for reading: 1 to 4.

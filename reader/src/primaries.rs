@@ -41,17 +41,17 @@ pub enum Trust {
 }
 
 impl KnownPrimaries {
-    /// Whether a source at this address may name that primary.
+    /// Whether a source with this host name or address, reached at that address, may name that primary.
     ///
     /// # Errors
     /// `--expect-primary` names others.
-    pub fn expects(&self, source: IpAddr, primary: &Announce) -> Result<(), String> {
+    pub fn expects(&self, (name, source): (&str, IpAddr), primary: &Announce) -> Result<(), String> {
         if self.expected.is_empty() {
             return Ok(());
         }
         let host = match primary.host.as_str() {
             // The source's own host. Its address may have changed, but a host that was named by one has not.
-            "" if self.source.0.parse::<IpAddr>().is_ok() => self.source.0.clone(),
+            "" if name.parse::<IpAddr>().is_ok() => name.to_owned(),
             "" => source.to_string(),
             host => host.to_owned(),
         };

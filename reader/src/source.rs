@@ -13,6 +13,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::ReadOptions;
+use crate::addresses::Addresses;
 use crate::feed::{Feed, Position};
 use crate::loss::Loss;
 use crate::parts::{CopyPlan, Part, Parts};
@@ -26,6 +27,7 @@ use remora_conversation::{Connection, Error, Fault, Protection, Receiver, Securi
 use remora_process::exit::{Code, Failure};
 use remora_process::patience::Patience;
 use remora_process::{events, host_memory};
+use remora_server::HostPort;
 
 /// A session with the source.
 pub struct Source {
@@ -44,18 +46,26 @@ const PROBE_LIMIT: Duration = Duration::from_secs(20);
 const CLOSED_LIMIT: Duration = Duration::from_secs(30);
 
 impl Source {
-    /// Connects once.
-    pub async fn connect(args: &ReadOptions, credentials: &Credentials) -> Result<Source, remora_conversation::Error> {
-        let connection = credentials.connect(&args.source.host, args.source.port).await?;
+    /// Connects to the first of the addresses that answers, from the present one on. Each is tried once.
+    pub async fn connect(args: &ReadOptions, credentials: &Credentials) -> Result<Source, Error> {
+        let mut round = args.source.round();
+        loop {
+            let attempt = Source::connect_to(round.at(), credentials).await;
+            if let Some(done) = round.outcome(attempt, |error: &Error| error.fault.may_pass()) {
+                return done;
+            }
+        }
+    }
+
+    /// Connects to this address, once.
+    pub(crate) async fn connect_to(at: &HostPort, credentials: &Credentials) -> Result<Source, Error> {
+        let connection = credentials.connect(&at.host, at.port).await?;
         Ok(Source { connection, security: credentials.security.clone() })
     }
 
     /// The first connection. Retries while the source refuses it as busy, and for a short time if the source closes it:
     /// a source whose port is flooded may do so. Any other error is returned at once.
-    pub async fn connect_first(
-        args: &ReadOptions,
-        credentials: &Credentials,
-    ) -> Result<Source, remora_conversation::Error> {
+    pub async fn connect_first(args: &ReadOptions, credentials: &Credentials) -> Result<Source, Error> {
         let (began, mut backoff) = (Instant::now(), Backoff::from_system());
         loop {
             let limit = |fault: &Fault| match fault {
@@ -74,7 +84,8 @@ impl Source {
         }
     }
 
-    /// The first conversation of a command: waits for a source that is not there yet, or is busy.
+    /// The first conversation of a command: waits for a source that is not there yet, or is busy. Where there are
+    /// several, it is one whose server does not refuse the capture.
     ///
     /// # Errors
     /// The source refuses, or does not come within the time limit.
@@ -85,23 +96,45 @@ impl Source {
         (name, server): (Option<&str>, &str),
     ) -> Result<(Source, Offer), Failure> {
         let began = Instant::now();
+        let mut round = args.source.round();
         loop {
-            let failure = match Source::connect(args, credentials).await {
-                Ok(mut source) => match source.plan(args, name, server).await {
-                    Ok(plan) => {
-                        patience.overcome();
-                        return Ok((source, plan));
-                    }
-                    Err(failure) => failure,
-                },
-                Err(error) => {
-                    let is_closed = matches!(error.fault, Fault::ClosedEarly | Fault::ClosedTls);
-                    let failure = failure(error);
-                    let passes = failure.passes && !(is_closed && began.elapsed() > CLOSED_LIMIT);
-                    failure.that_passes(passes)
+            let attempt = Source::first_at(args, round.at(), credentials, (name, server), began).await;
+            match round.outcome(attempt, |failure: &Failure| failure.passes) {
+                None => {}
+                Some(Ok(first)) => {
+                    patience.overcome();
+                    return Ok(first);
                 }
-            };
-            tokio::time::sleep(patience.after(Instant::now(), failure)?).await;
+                Some(Err(failure)) => {
+                    tokio::time::sleep(patience.after(Instant::now(), failure)?).await;
+                    round = args.source.round();
+                }
+            }
+        }
+    }
+
+    /// The first conversation with the source at this address.
+    async fn first_at(
+        args: &ReadOptions,
+        at: &HostPort,
+        credentials: &Credentials,
+        (name, server): (Option<&str>, &str),
+        began: Instant,
+    ) -> Result<(Source, Offer), Failure> {
+        let connected = Source::connect_to(at, credentials).await.map_err(|error| {
+            let is_closed = matches!(error.fault, Fault::ClosedEarly | Fault::ClosedTls);
+            let failure = failure(error);
+            let passes = failure.passes && !(is_closed && began.elapsed() > CLOSED_LIMIT);
+            failure.that_passes(passes)
+        });
+        let mut source = connected?;
+        let plan = source.plan(args, name, server).await?;
+        match plan.terms {
+            Some(terms) if terms.is_refused && !args.source.is_one() => {
+                let text = format!("the source {at} cannot take a snapshot: {}", plan.obstacle);
+                Err(Failure::new(Code::Source, text))
+            }
+            _ => Ok((source, plan)),
         }
     }
 
@@ -133,7 +166,7 @@ impl Source {
     }
 
     /// Asks for the journal alone, from a byte on. The error says whether the source has it still.
-    pub async fn journal(&mut self, join: Join) -> Result<Offer, remora_conversation::Error> {
+    pub async fn journal(&mut self, join: Join) -> Result<Offer, Error> {
         self.connection.send(Message::Join(join)).await?;
         loop {
             if let Message::Offer(offer) = self.connection.receive().await? {
@@ -209,7 +242,7 @@ pub fn join(name: Option<&str>, server: &str, resume: Option<Resume>) -> Join {
 }
 
 /// The failure of a sync whose source cannot be reached or refuses.
-pub fn failure(error: remora_conversation::Error) -> Failure {
+pub fn failure(error: Error) -> Failure {
     error.of_source()
 }
 
@@ -661,13 +694,13 @@ pub enum Received {
 }
 
 impl Session {
-    /// Starts the task that has the conversation.
-    pub fn start(source: Source, way: Way) -> Session {
+    /// Starts the task that has the conversation. `addresses`: those of which the source's is the present one.
+    pub fn start(source: Source, way: Way, addresses: &Addresses) -> Session {
         let (sender, receiver) = source.split();
         let (messages, queued) = unbounded_channel();
         let (progress, newest) = watch::channel(None);
         let (tell, events) = unbounded_channel();
-        let task = tokio::spawn(run(sender, receiver, queued, newest, tell));
+        let task = tokio::spawn(run((sender, receiver), addresses.clone(), queued, newest, tell));
         let end = AbortOnDrop::new(&task);
         Session { messages, progress, events, way, task, _end: end }
     }
@@ -713,8 +746,8 @@ impl Session {
 }
 
 async fn run(
-    sender: Sender,
-    mut receiver: Receiver,
+    (sender, mut receiver): (Sender, Receiver),
+    addresses: Addresses,
     mut queued: UnboundedReceiver<Outgoing>,
     mut newest: watch::Receiver<Newest>,
     tell: UnboundedSender<Received>,
@@ -734,8 +767,13 @@ async fn run(
             },
             received = receiver.receive() => {
                 let received = match received {
-                    Ok(message) => Received::Message(Box::new(message)),
-                    Err(error) => Received::Lost(loss(error)),
+                    Ok(message) => {
+                        if matches!(message, Message::Offer(_)) {
+                            addresses.offered();
+                        }
+                        Received::Message(Box::new(message))
+                    }
+                    Err(error) => Received::Lost(addresses.lost(loss(error))),
                 };
                 let is_over = matches!(received, Received::Lost(_));
                 if tell.send(received).is_err() || is_over {
@@ -782,7 +820,7 @@ fn only_counts(before: &remora_protocol::Progress, report: &remora_protocol::Pro
 }
 
 /// The meaning of a conversation's error for the sync.
-fn loss(error: Error) -> Loss {
+pub fn loss(error: Error) -> Loss {
     let is = |wanted| matches!(error.fault, Fault::Refused { code, .. } if code == wanted);
     let (stalled, history_gone) = (is(RefusalCode::Stalled), is(RefusalCode::HistoryGone));
     Loss { passes: error.fault.may_pass(), stalled, history_gone, failure: failure(error) }

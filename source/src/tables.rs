@@ -9,6 +9,7 @@ use remora_table::{Algorithm, Geometry, SealKey};
 use remora_wire::derive;
 
 use crate::options::{Compress, ModuleCapture, ModuleOptions, Options, TableOptions};
+use remora_base::random::Random;
 use remora_base::units::Size;
 use remora_process::exit::Failure;
 use remora_process::{host_memory, service};
@@ -227,11 +228,16 @@ pub(super) fn no_memory(error: impl std::fmt::Display) -> Failure {
     Failure::local(format!("cannot allocate the memory for the tables: {error}; give a smaller --memory{why}"))
 }
 
-/// A generation number that no earlier run of a source on this host had. It is above theirs unless the clock went back:
-/// nothing compares which one of two generations is higher.
+/// Bits of a first generation's number that are drawn. With those of the time it stays below 2^53 until 2039: programs
+/// that read JSON keep no more digits of a number.
+const DRAWN_BITS: u32 = 12;
+
+/// A generation number that no earlier run of a source on this host had, and very likely no source elsewhere that was
+/// started in the same millisecond: a reader may go from one to the other. It is above those of earlier runs unless the
+/// clock went back: nothing compares which one of two generations is higher.
 pub(super) fn first_generation() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    (now.as_millis() as u64) << 8
+    ((now.as_millis() as u64) << DRAWN_BITS) | (Random::from_system().draw() >> (u64::BITS - DRAWN_BITS))
 }
 
 // The numbers of a source's regions: each generation has both.

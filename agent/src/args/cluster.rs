@@ -278,7 +278,7 @@ impl ClusterBackupArgs {
     /// What fetches the snapshot of this source into this file.
     pub(crate) fn fetch(&self, source: HostPort, to: PathBuf) -> FetchArgs {
         let read = ReadOptions {
-            source,
+            source: source.into(),
             transport: self.transport,
             lanes: 1,
             rdma: self.rdma.options(),

@@ -383,7 +383,7 @@ mod tests {
         for option in ["--rdma-queue-depth <N>", "--linger <TIME>", "--no-serve-peers\n"] {
             assert!(!short.contains(option) && !long.contains(option) && rare.contains(option), "{option}: {rare}");
         }
-        assert!(short.contains("--source <HOST:PORT>") && short.contains("more options"), "{short}");
+        assert!(short.contains("--source <HOST:PORT,…>") && short.contains("more options"), "{short}");
         assert!(long.contains("remora config rare replica") && rare.contains("For a day on which"), "{rare}");
     }
 

@@ -11,6 +11,7 @@ use super::{HostPort, OnCommandLine, RdmaReadArgs, SecurityArgs, SourceKeyArgs, 
 use crate::conversation::tokens::Credentials;
 use crate::exit::{self, Code, Failure};
 use crate::reader::ReadOptions;
+use crate::reader::addresses::Addresses;
 use crate::server::Task;
 use crate::transports::TransportChoice;
 use crate::units::{Size, UnitError, parse_bit_rate, parse_duration};
@@ -91,9 +92,10 @@ impl AskArgs {
 /// Which source a command reads, and how.
 #[derive(Clone, Debug, Args)]
 pub struct ReadArgs {
-    /// Host and port of the source agent.
-    #[arg(long, value_name = "HOST:PORT", help_heading = "Source")]
-    pub source: HostPort,
+    /// Host and port of the source agent. Further sources of the same data set, separated by commas, are tried in this
+    /// order when it is lost or refuses.
+    #[arg(long, value_name = "HOST:PORT,…", help_heading = "Source")]
+    pub source: Addresses,
 
     /// How to read the source's memory. `shm` if both agents share a host, `verbs` (RDMA) or `tcp` between hosts;
     /// `auto` uses the first of these over which a read works, and reports which one and why.

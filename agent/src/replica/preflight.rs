@@ -417,8 +417,9 @@ pub(super) async fn refuse_what_sentinel_undoes(
 /// The source's host, as this agent reaches it. It stands for the primary's host if the source's server has only a
 /// loopback address, which names another host here.
 fn source_host(args: &ReplicaArgs, source: SocketAddr) -> String {
-    match args.read.source.host.parse::<IpAddr>() {
-        Ok(_) => args.read.source.host.clone(),
+    let named = &args.read.source.present().host;
+    match named.parse::<IpAddr>() {
+        Ok(_) => named.clone(),
         // A name can resolve to another address on the server's host. The address that it led to here cannot.
         Err(_) => source.ip().to_string(),
     }

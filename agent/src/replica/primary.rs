@@ -18,7 +18,7 @@ pub(super) fn known(args: &ReplicaArgs, followed: Option<(String, u16)>, source:
         is_vouched_for: args.peers.expected.source_key.is_some()
             || args.peers.security.security == Some(Mode::Mtls)
             || args.peers.sentinel.is_given(),
-        source: (args.read.source.host.clone(), source.ip()),
+        source: (args.read.source.present().host.clone(), source.ip()),
         followed,
     }
 }

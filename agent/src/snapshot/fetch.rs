@@ -361,7 +361,7 @@ fn unwritable(file: &Path, error: &io::Error) -> Failure {
 
 /// The host at which a server on this host reaches the primary.
 fn primary_host(args: &FetchArgs, plan: &Offer) -> String {
-    if plan.primary.host.is_empty() { args.from.read.source.host.clone() } else { plan.primary.host.clone() }
+    if plan.primary.host.is_empty() { args.from.read.source.present().host.clone() } else { plan.primary.host.clone() }
 }
 
 fn unreadable(file: &Path, error: &io::Error) -> Failure {

@@ -50,6 +50,7 @@ mod security;
 mod sentinel;
 mod server;
 mod service;
+mod sources;
 mod status;
 mod strangers;
 mod sweep;

@@ -43,7 +43,7 @@ use crate::progress;
 use crate::reader::ReadOptions;
 use crate::reader::data_set::DataSet;
 use crate::reader::parts::Part;
-use crate::reader::source::{Received, Session, Sinks, Source, join, unreachable};
+use crate::reader::source::{Received, Session, Sinks, Source, join, loss, unreachable};
 use crate::signals::Signals;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
@@ -530,16 +530,23 @@ async fn follow(
 
 /// Connects, and asks for the journal from a byte on. `Failed`: another attempt may succeed.
 async fn connect(from: &From, history: ReplId, next_byte: u64) -> Result<(Source, Offer), Why> {
-    let failed = |error| Why::Failed(unreachable(error).failure);
     let connected = from.data_set.connect(&from.read, &from.credentials, Some(&from.name), "").await;
     let mut source = connected.map_err(|loss| Why::Failed(loss.failure))?;
     let resume = Resume { generation: 0, held_slots: 0, loaded: true, replid: history, next_byte };
     let request = Join { plan_only: false, ..join(Some(&from.name), "", Some(resume)) };
     match tokio::time::timeout(OFFER_LIMIT, source.journal(request)).await {
-        Ok(Ok(offer)) => Ok((source, offer)),
-        Ok(Err(error)) => match error.fault {
-            Fault::Refused { code: RefusalCode::HistoryGone, text } => Err(Why::Gone(text)),
-            _ => Err(failed(error)),
+        Ok(Ok(offer)) => {
+            from.read.source.offered();
+            Ok((source, offer))
+        }
+        Ok(Err(error)) => match &error.fault {
+            Fault::Refused { code: RefusalCode::HistoryGone, text } => {
+                let text = text.clone();
+                // Another source may have it.
+                let lost = from.read.source.lost(loss(error));
+                Err(if lost.passes { Why::Failed(lost.failure) } else { Why::Gone(text) })
+            }
+            _ => Err(Why::Failed(unreachable(error).failure)),
         },
         Err(_) => {
             let text = format!("the source {} offered no journal within {} s", from.read.source, OFFER_LIMIT.as_secs());
@@ -560,7 +567,7 @@ async fn session(
 ) -> (Recorder, Result<Failure, Why>) {
     let generation = offer.generation;
     let way = source.way(&from.read);
-    let mut session = Session::start(source, way.clone());
+    let mut session = Session::start(source, way.clone(), &from.read.source);
     let connected = blocking(move || way.journal(&offer, Sinks::new(BUFFER_MEMORY))).await;
     let part = match connected {
         Ok((found, part, kind)) if found == history => {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   all sources are asked at once ── answers ──▶ fit for it? ── the first that is ──▶ the sync
-//!                                                    └─ none ──▶ the primary serves the copy at once
+//!   (those of --source in turn)                      └─ none ──▶ the primary serves the copy at once
 //! ```
 //!
 //! A source is of no use beside a server that waits for the attended one, or for the same primary: beside the attended
@@ -68,11 +68,13 @@ pub(super) async fn find(
 ) -> Result<Answered, Failure> {
     let needs = Needs { primary: arrival.facts.clone().unwrap_or_default(), attended: attended.clone() };
     let mut asked = JoinSet::new();
-    for at in std::iter::once(&args.read.source).chain(others) {
+    let (mut first, credentials) = (args.clone(), tokens.credentials(args.source_key));
+    first.read.source = args.read.source.from_the_first();
+    asked.spawn(ask_in_turn(first, credentials.clone(), needs.clone(), kind.to_owned()));
+    for at in others {
         let mut args = args.clone();
-        args.read.source = at.clone();
-        let credentials = tokens.credentials(args.source_key);
-        asked.spawn(ask_one(args, credentials, needs.clone(), kind.to_owned()));
+        args.read.source = at.clone().into();
+        asked.spawn(ask_one(args, credentials.clone(), needs.clone(), kind.to_owned()));
     }
     let mut causes = Vec::new();
     while let Some(answered) = asked.join_next().await {
@@ -88,6 +90,30 @@ pub(super) async fn find(
         causes.join("; ")
     );
     Err(Failure::new(Code::Source, text))
+}
+
+/// Asks the sources of one data set, one after the other, so that all servers beside them choose the same one.
+async fn ask_in_turn(
+    args: SyncArgs,
+    credentials: Credentials,
+    needs: Needs,
+    kind: String,
+) -> Result<Answered, Failure> {
+    let read = args.read.clone();
+    if read.source.is_one() {
+        return ask_one(args, credentials, needs, kind).await;
+    }
+    let mut round = read.source.round();
+    loop {
+        let mut args = args.clone();
+        // One that is busy is not waited for: there is another one.
+        (args.read.source, args.read.retry_for) = (round.at().clone().into(), Duration::ZERO);
+        let attempt = ask_one(args, credentials.clone(), needs.clone(), kind.clone()).await;
+        if let Some(answered) = round.outcome(attempt, |failure: &Failure| failure.passes) {
+            let answered = answered?;
+            return Ok(Answered { args: SyncArgs { read, ..answered.args }, ..answered });
+        }
+    }
 }
 
 async fn ask_one(args: SyncArgs, credentials: Credentials, needs: Needs, kind: String) -> Result<Answered, Failure> {

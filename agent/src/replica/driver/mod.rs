@@ -276,7 +276,7 @@ impl Driver {
         match connected {
             Connected::Source(Ok(source)) => {
                 let way = source.way(&self.args.read);
-                self.session = Some(Session::start(source, way));
+                self.session = Some(Session::start(source, way, &self.args.read.source));
                 Some(Event::Source(SourceEvent::Connected))
             }
             Connected::Source(Err(loss)) => Some(Event::Source(SourceEvent::Unreachable(loss))),
@@ -440,7 +440,7 @@ impl Driver {
         let progress = self.delivery.progress();
         let is_same = progress.snapshot.is_some_and(|id| id.origin.generation == offer.generation);
         let relay = self.relay.wish(progress.copy.filter(|_| is_same));
-        let (data_set, at) = (self.facts.data_set.clone(), self.args.read.source.clone());
+        let (data_set, at) = (self.facts.data_set.clone(), self.args.read.source.present().clone());
         // It cannot be aborted, but it ends within the limits of the comparison and of the transports. Nothing is
         // reported to a driver that is gone.
         tokio::spawn(async move {

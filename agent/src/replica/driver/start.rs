@@ -222,7 +222,7 @@ impl Driver {
             credentials: tokens.credentials(args.source_key),
             machine: Replica::begin(now, rules, Backoff::from_system()),
             facts,
-            session: Some(Session::start(source, way)),
+            session: Some(Session::start(source, way, &args.read.source)),
             server: ServerTask::start(keeper(meter.clone(), judgement.clone(), hurry.clone()), hurry),
             relay,
             delivery,

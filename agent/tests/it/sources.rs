@@ -1,0 +1,239 @@
+//! Several sources of one data set (`--source A,B`): a reader goes to the next one when the first is lost, refuses, or
+//! was never there. They know nothing of each other: what they have in common is the server.
+
+use std::fs;
+use std::net::{SocketAddr, TcpListener};
+use std::thread;
+use std::time::Duration;
+
+use remora_lab::server::wait_until;
+use remora_lab::workload::fill_every_type;
+use remora_lab::{Agent, Kind, Server, assert_same_data, require};
+
+use crate::kit::{
+    LONG, Source, Stage, at_once, ends, fill, kinds_and_module, number, primary, quick, says, steady_writer, succeeds,
+    syncs, with_or_without,
+};
+
+/// Random data in the primary, in MiB.
+const MEBIBYTES: usize = 16;
+
+/// A source that takes four seconds for it.
+const SLOWLY: [&str; 3] = ["--no-shm", "--upload-limit", "4MiB"];
+
+/// Slots after which the first source is killed, of 256.
+const A_QUARTER: u64 = 64;
+
+/// An address at which nobody listens.
+fn nobody() -> SocketAddr {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
+}
+
+fn list(addresses: &[SocketAddr]) -> String {
+    addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
+}
+
+fn replica(stage: &Stage, server: &Server, sources: &[SocketAddr], more: &[&str]) -> Agent {
+    let (url, sources, token) = (server.url(), list(sources), stage.token.display().to_string());
+    let args = ["replica", "--server", &url, "--source", &sources, "--token-file", &token];
+    stage.start(None, &[&args[..], more].concat())
+}
+
+fn fetch(stage: &Stage, sources: &[SocketAddr], to: &str) -> Agent {
+    let (sources, token) = (list(sources), stage.token.display().to_string());
+    stage.start(None, &["fetch", "--source", &sources, "--token-file", &token, "--to", to])
+}
+
+fn filled(kind: Kind, module: bool) -> Server {
+    let server = with_or_without(primary(kind), module);
+    fill(&server, MEBIBYTES, 1);
+    fill_every_type(&mut server.client().unwrap(), 1).unwrap();
+    server
+}
+
+/// Two sources of this server, of which the first is slow.
+fn two(stage: &Stage, primary: &Server) -> (Source, Source) {
+    (stage.source(&primary.url(), &SLOWLY), stage.source(&primary.url(), &["--no-shm"]))
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_replica_whose_source_is_killed_in_the_middle_begins_again_with_the_next_one_and_is_exact() {
+    at_once(kinds_and_module(), |(kind, module)| {
+        let (primary, stage) = (filled(kind, module), Stage::new());
+        let server = with_or_without(quick(kind), module);
+        let (mut first, second) = two(&stage, &primary);
+        let writer = steady_writer(&primary);
+        let folder = stage.path("state");
+        // What was kept of the first one's snapshot is no part of the second one's.
+        let more: &[&str] = if module { &[] } else { &["--state-dir", &folder] };
+        let addresses = [first.address, second.address];
+        let mut agent = replica(&stage, &server, &addresses, more);
+        first.wait_for_slots(&mut agent, A_QUARTER);
+        assert_eq!(second.snapshots_taken(), 0, "nobody has asked it");
+        first.agent.kill().unwrap();
+        let warning = agent.wait_for_event("source_changed", LONG).unwrap();
+        says(&warning, &["WARN", &format!("to={}", second.address), &first.address.to_string()]);
+        succeeds(&mut agent, &server);
+        writer.stop().unwrap();
+        assert_same_data(&primary, &server);
+        assert_eq!(syncs(&primary), (2, 1), "one snapshot of each source, and the hand-off is partial");
+        assert_eq!(second.snapshots_taken(), 1);
+    });
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_server_that_has_loaded_goes_to_the_primary_if_no_other_source_has_its_stream() {
+    at_once(require::kinds(), |kind| {
+        let (primary, stage) = (filled(kind, false), Stage::new());
+        let server = quick(kind).start().unwrap();
+        let mut first = stage.source(&primary.url(), &[]);
+        let second = stage.source(&primary.url(), &[]);
+        let writer = steady_writer(&primary);
+        let mut agent = replica(&stage, &server, &[first.address, second.address], &["--stay"]);
+        agent.wait_for_event("in_step", LONG).unwrap();
+        first.agent.kill().unwrap();
+        says(&succeeds(&mut agent, &server), &["going to the next source"]);
+        writer.stop().unwrap();
+        assert_same_data(&primary, &server);
+        assert_eq!((syncs(&primary), second.snapshots_taken()), ((1, 1), 0), "{kind}");
+    });
+}
+
+/// The second source's base is the first one's snapshot: it costs the primary nothing, before or after.
+#[test]
+#[ignore = "long: make test-all"]
+fn a_second_source_with_the_first_ones_snapshot_takes_over_without_a_fork() {
+    let Some(()) = require::root() else { return };
+    at_once(require::kinds(), |kind| {
+        let (primary, stage) = (filled(kind, false), Stage::new());
+        let [loaded, half] = [(); 2].map(|()| quick(kind).start().unwrap());
+        let mut first = stage.source(&primary.url(), &SLOWLY);
+        let base = stage.path("base.rdb");
+        ends(&mut fetch(&stage, &[first.address], &base), 0);
+        let mut second = stage.source(&primary.url(), &["--no-shm", "--from-file", &base, "--no-fork"]);
+        second.wait_for_snapshot();
+        let writer = steady_writer(&primary);
+        let addresses = [first.address, second.address];
+        let mut staying = replica(&stage, &loaded, &addresses, &["--stay"]);
+        staying.wait_for_event("in_step", LONG).unwrap();
+        let mut agent = replica(&stage, &half, &addresses, &[]);
+        first.wait_for_status("a replica in the middle", |status| {
+            let replicas = status["replicas"].as_array().unwrap().iter();
+            let is_in_the_middle = |replica: &&serde_json::Value| {
+                replica["phase"] != "stay" && replica["slots_held"].as_u64() >= Some(A_QUARTER)
+            };
+            replicas.filter(is_in_the_middle).count() == 1
+        });
+        first.agent.kill().unwrap();
+        // The one that has loaded goes on at its byte, the other one begins again.
+        second.wait_for_status("the server that has loaded", |status| {
+            let replicas = status["replicas"].as_array().unwrap().iter();
+            replicas.filter(|replica| replica["phase"] == "stay").count() == 1
+        });
+        succeeds(&mut agent, &half);
+        staying.signal(rustix::process::Signal::TERM).unwrap();
+        says(&succeeds(&mut staying, &loaded), &["going to the next source"]);
+        writer.stop().unwrap();
+        for server in [&loaded, &half] {
+            assert_same_data(&primary, server);
+        }
+        assert_eq!(syncs(&primary), (1, 2), "{kind}: one fork in all, and both hand-offs are partial");
+    });
+}
+
+#[test]
+fn a_source_that_is_not_there_is_passed_over_by_replica_and_fetch() {
+    for kind in require::kinds() {
+        let (primary, stage) = (primary(kind).start().unwrap(), Stage::new());
+        fill(&primary, 1, 1);
+        let server = quick(kind).start().unwrap();
+        let source = stage.source(&primary.url(), &[]);
+        let addresses = [nobody(), source.address];
+        succeeds(&mut replica(&stage, &server, &addresses, &["--retry-for", "0s"]), &server);
+        assert_same_data(&primary, &server);
+        let to = stage.path("dump.rdb");
+        ends(&mut fetch(&stage, &addresses, &to), 0);
+        assert_eq!(source.snapshots_taken(), 1, "{kind}: both got the same one");
+
+        // The second is not asked while the first serves.
+        let other = stage.source(&primary.url(), &[]);
+        fs::remove_file(&to).unwrap();
+        ends(&mut fetch(&stage, &[source.address, other.address], &to), 0);
+        assert_eq!((source.snapshots_taken(), other.snapshots_taken()), (1, 0), "{kind}");
+    }
+}
+
+#[test]
+fn a_source_of_another_data_set_is_not_gone_to() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let [one, other] = [1, 2].map(|seed| {
+            let server = primary(kind).start().unwrap();
+            fill(&server, 4, seed);
+            server
+        });
+        let (mut first, second) = (stage.source(&one.url(), &SLOWLY), stage.source(&other.url(), &["--no-shm"]));
+        let server = quick(kind).start().unwrap();
+        let mut agent = replica(&stage, &server, &[first.address, second.address], &["--retry-for", "3s"]);
+        first.wait_for_slots(&mut agent, 8);
+        first.agent.kill().unwrap();
+        // Nothing passes between the server and the second source's.
+        let said = ends(&mut agent, 5);
+        says(&said, &["tried for 3 s"]);
+        assert_eq!((second.snapshots_taken(), number(&other, "sync_full")), (0, 0), "{said}");
+        assert_eq!(server.client().unwrap().int(&["DBSIZE"]).unwrap(), 0, "{said}");
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_fetch_whose_source_is_killed_begins_a_new_file_with_the_next_one() {
+    let Some(()) = require::root() else { return };
+    at_once(require::kinds(), |kind| {
+        let (primary, stage) = (filled(kind, false), Stage::new());
+        let (mut first, second) = two(&stage, &primary);
+        let folder = stage.path("data");
+        fs::create_dir(&folder).unwrap();
+        let to = format!("{folder}/dump.rdb");
+        let mut agent = fetch(&stage, &[first.address, second.address], &to);
+        first.wait_for_slots(&mut agent, A_QUARTER);
+        first.agent.kill().unwrap();
+        says(&ends(&mut agent, 0), &["going to the next source", "the primary continues from it"]);
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1, "nothing else is left");
+        let loaded = quick(kind).config("dir", &folder).start().unwrap();
+        assert_eq!(loaded.digest().unwrap(), primary.digest().unwrap());
+        assert_eq!(second.snapshots_taken(), 1);
+    });
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_backup_with_its_journal_goes_on_with_the_next_source() {
+    let Some(()) = require::root() else { return };
+    at_once(require::kinds(), |kind| {
+        let (primary, stage) = (primary(kind).start().unwrap(), Stage::new());
+        fill(&primary, 1, 1);
+        let mut first = stage.source(&primary.url(), &[]);
+        let second = stage.source(&primary.url(), &[]);
+        let (sources, token) = (list(&[first.address, second.address]), stage.token.display().to_string());
+        let to = stage.path("backups");
+        fs::create_dir(&to).unwrap();
+        let args = ["backup", "--source", &sources, "--token-file", &token, "--to", &to, "--keep", "2", "--journal"];
+        let mut agent = stage.start(None, &args);
+        agent.wait_for_line("the journal is recorded", LONG).unwrap();
+        first.agent.kill().unwrap();
+        // The second has no journal until the backup asks it for a snapshot.
+        wait_until("a snapshot of the second source", LONG, || {
+            primary.client()?.ok(&["SET", "still", "written"])?;
+            thread::sleep(Duration::from_millis(50));
+            let taken = second.snapshots_taken();
+            Ok(if taken == 1 && agent.ended()?.is_none() { Ok(()) } else { Err(agent.output()) })
+        })
+        .unwrap();
+        agent.wait_for_line("the journal is recorded", LONG).unwrap();
+        agent.signal(rustix::process::Signal::TERM).unwrap();
+        agent.wait(LONG).unwrap();
+    });
+}

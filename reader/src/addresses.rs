@@ -1,0 +1,246 @@
+//! Addresses: where a source listens, and where others listen that a reader goes to when that one is lost or refuses.
+//!
+//! ```text
+//!   A (present) ── lost, or it refuses ──▶ B ── lost, or it refuses ──▶ C ──▶ A …      one round is one attempt
+//! ```
+//!
+//! A round begins at the address that was used last, so that a source which was away for a moment goes on with its own
+//! snapshot. A source that is reached and refuses for good is an error only if all others have refused too since the
+//! last offer.
+
+use std::fmt::{Display, Formatter};
+use std::str::FromStr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use remora_process::events;
+use remora_server::HostPort;
+
+use crate::loss::Loss;
+
+/// The addresses of sources of one data set, in the order in which they are tried. All clones are at the same one.
+#[derive(Clone, Debug)]
+pub struct Addresses {
+    first: HostPort,
+    others: Arc<[HostPort]>,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct State {
+    present: usize,
+    /// Addresses in a row that have refused for good since the last offer.
+    refusals: usize,
+}
+
+impl Addresses {
+    /// The address that is used at present.
+    pub fn present(&self) -> &HostPort {
+        self.at(self.state().present)
+    }
+
+    /// Whether there is only one.
+    pub fn is_one(&self) -> bool {
+        self.others.is_empty()
+    }
+
+    /// The same addresses, beginning at the first again, whatever becomes of these.
+    pub fn from_the_first(&self) -> Addresses {
+        Addresses { state: Arc::default(), ..self.clone() }
+    }
+
+    /// Begins to try each address once, from the present one on.
+    pub fn round<E: Display>(&self) -> Round<E> {
+        let begun = self.state().present;
+        Round { addresses: self.clone(), begun, tried: 0, why: None }
+    }
+
+    /// What the end of a session means: after a refusal for good another attempt may succeed at the next address, if
+    /// not all have refused since the last offer.
+    pub fn lost(&self, loss: Loss) -> Loss {
+        if loss.passes || self.is_one() {
+            return loss;
+        }
+        let mut state = self.state();
+        let (before, count) = (state.present, self.count());
+        state.present = (before + 1) % count;
+        state.refusals += 1;
+        let is_refused_by_all = state.refusals >= count;
+        if is_refused_by_all {
+            state.refusals = 0;
+        }
+        let next = state.present;
+        drop(state);
+        if is_refused_by_all {
+            return loss;
+        }
+        self.moved(before, next, &loss.failure);
+        Loss { passes: true, ..loss }
+    }
+
+    /// The present one has made an offer.
+    pub fn offered(&self) {
+        self.state().refusals = 0;
+    }
+
+    fn moved(&self, from: usize, to: usize, why: &dyn Display) {
+        let (from, to) = (self.at(from), self.at(to));
+        tracing::warn!(event = events::SOURCE_CHANGED, %from, %to, "{why}; going to the next source, {to}");
+    }
+
+    fn count(&self) -> usize {
+        1 + self.others.len()
+    }
+
+    fn at(&self, index: usize) -> &HostPort {
+        index.checked_sub(1).and_then(|index| self.others.get(index)).unwrap_or(&self.first)
+    }
+
+    /// It is right after every statement, so a panic elsewhere does not invalidate it.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A round of attempts, one at each address.
+pub struct Round<E> {
+    addresses: Addresses,
+    begun: usize,
+    tried: usize,
+    /// Why those that were tried before cannot be used.
+    why: Option<E>,
+}
+
+impl<E: Display> Round<E> {
+    /// The address to try. Messages name it as the present one.
+    pub fn at(&self) -> &HostPort {
+        self.addresses.present()
+    }
+
+    /// Notes the outcome of an attempt. Returns that of the round when it is over: the first success, or, where none
+    /// has succeeded, the first error of those that may pass, or else the first of all.
+    pub fn outcome<T>(&mut self, attempt: Result<T, E>, may_pass: impl Fn(&E) -> bool) -> Option<Result<T, E>> {
+        let (addresses, count) = (&self.addresses, self.addresses.count());
+        match (attempt, self.why.take()) {
+            (Ok(done), why) => {
+                let present = addresses.state().present;
+                if let Some(why) = why {
+                    addresses.moved(self.begun, present, &why);
+                }
+                return Some(Ok(done));
+            }
+            (Err(error), Some(why)) if may_pass(&why) || !may_pass(&error) => {
+                tracing::debug!("{error}");
+                self.why = Some(why);
+            }
+            (Err(error), _) => self.why = Some(error),
+        }
+        self.tried += 1;
+        addresses.state().present = (self.begun + self.tried) % count;
+        if self.tried < count { None } else { self.why.take().map(Err) }
+    }
+}
+
+impl From<HostPort> for Addresses {
+    fn from(first: HostPort) -> Addresses {
+        Addresses { first, others: Arc::default(), state: Arc::default() }
+    }
+}
+
+impl FromStr for Addresses {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Addresses, String> {
+        let mut all = text.split(',').map(|address| {
+            let address = address.trim();
+            address.parse::<HostPort>().map_err(|why| format!("{address:?}: {why}"))
+        });
+        let first = all.next().unwrap_or_else(|| Err("expected HOST:PORT".to_owned()))?;
+        let others = all.collect::<Result<Vec<_>, _>>()?;
+        Ok(Addresses { others: others.into(), ..Addresses::from(first) })
+    }
+}
+
+/// The present one.
+impl Display for Addresses {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        self.present().fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use remora_process::exit::{Code, Failure};
+
+    use super::*;
+
+    fn three() -> Addresses {
+        "a:1,b:2,[::1]:3".parse().unwrap()
+    }
+
+    /// Which addresses a round asks if these succeed, and what comes of it.
+    fn round(addresses: &Addresses, succeed: &[u16], pass: &[u16]) -> (Vec<u16>, Result<u16, u16>) {
+        let mut asked = Vec::new();
+        let mut round = addresses.round();
+        loop {
+            let port = round.at().port;
+            asked.push(port);
+            let attempt = if succeed.contains(&port) { Ok(port) } else { Err(port) };
+            if let Some(done) = round.outcome(attempt, |port| pass.contains(port)) {
+                return (asked, done);
+            }
+        }
+    }
+
+    #[test]
+    fn a_round_begins_at_the_present_address_and_asks_each_once() {
+        let addresses = three();
+        assert_eq!(round(&addresses, &[1, 2, 3], &[]), (vec![1], Ok(1)));
+        assert_eq!(round(&addresses, &[2, 3], &[]), (vec![1, 2], Ok(2)));
+        assert_eq!(addresses.to_string(), "b:2");
+        assert_eq!(round(&addresses, &[1, 2, 3], &[]), (vec![2], Ok(2)), "the first one is not asked again");
+        assert_eq!(round(&addresses, &[1], &[]), (vec![2, 3, 1], Ok(1)));
+        assert_eq!(round(&addresses, &[3], &[]), (vec![1, 2, 3], Ok(3)));
+        assert_eq!((addresses.to_string(), addresses.from_the_first().to_string()), ("[::1]:3".into(), "a:1".into()));
+    }
+
+    #[test]
+    fn a_round_that_fails_is_an_error_that_may_pass_if_one_of_them_may() {
+        let addresses = three();
+        assert_eq!(round(&addresses, &[], &[]), (vec![1, 2, 3], Err(1)));
+        assert_eq!(round(&addresses, &[], &[2, 3]), (vec![1, 2, 3], Err(2)));
+        assert_eq!(round(&addresses, &[], &[1, 3]), (vec![1, 2, 3], Err(1)));
+        assert_eq!(addresses.to_string(), "a:1");
+    }
+
+    #[test]
+    fn a_refusal_is_for_good_if_all_have_refused_since_the_last_offer() {
+        let passing = Loss::passing(Failure::new(Code::Source, "refused"));
+        let refusal = || Loss { passes: false, history_gone: true, ..passing.clone() };
+        let one = "a:1".parse::<Addresses>().unwrap();
+        assert!(!one.lost(refusal()).passes && one.is_one());
+        let addresses = three();
+        for expected in ["b:2", "[::1]:3"] {
+            let loss = addresses.lost(refusal());
+            assert!(loss.passes && loss.history_gone);
+            assert_eq!(addresses.to_string(), expected);
+        }
+        assert!(!addresses.lost(refusal()).passes);
+        assert!(addresses.lost(refusal()).passes, "a new count");
+        addresses.offered();
+        assert!(addresses.lost(refusal()).passes && addresses.lost(refusal()).passes);
+        assert!(!addresses.lost(refusal()).passes);
+        let before = addresses.to_string();
+        assert!(addresses.lost(passing.clone()).passes);
+        assert_eq!(addresses.to_string(), before, "the next round begins at the one that was lost");
+    }
+
+    #[test]
+    fn a_list_has_addresses_between_commas() {
+        for wrong in ["", "a", "a:1,", ",a:1", "a:1,,b:2", "a:1 b:2", "a:1,b"] {
+            assert!(wrong.parse::<Addresses>().is_err(), "{wrong}");
+        }
+        assert!("a:1, b:2".parse::<Addresses>().is_ok());
+    }
+}
