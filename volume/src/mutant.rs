@@ -83,6 +83,12 @@ pub(crate) enum Mutant {
     XattrsNotPassedOn,
     /// A file that was removed is read as if it were there as late as the names say.
     RemovedIsThere,
+    /// A store does not keep which size its copy had before a growth that is not agreed.
+    FormerSizeForgotten,
+    /// A copy goes back from a size that a writer has used.
+    GrowthNotAgreed,
+    /// The command tells the servers that the size is agreed before it is in the volume's file.
+    AgreedBeforeTheFile,
 }
 
 thread_local! {
