@@ -87,6 +87,8 @@ pub(crate) enum Mutant {
     FormerSizeForgotten,
     /// A copy goes back from a size that a writer has used.
     GrowthNotAgreed,
+    /// A change of a part of a block goes on while another one of the block is under way.
+    BlocksNotClaimed,
     /// The command tells the servers that the size is agreed before it is in the volume's file.
     AgreedBeforeTheFile,
 }
