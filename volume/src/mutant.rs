@@ -87,6 +87,10 @@ pub(crate) enum Mutant {
     FormerSizeForgotten,
     /// A copy goes back from a size that a writer has used.
     GrowthNotAgreed,
+    /// The head names larger areas before their image is written.
+    HeadBeforeItsAreas,
+    /// Files get the clusters in which the areas are.
+    AreasAreFree,
     /// A change of a part of a block goes on while another one of the block is under way.
     BlocksNotClaimed,
     /// The command tells the servers that the size is agreed before it is in the volume's file.
