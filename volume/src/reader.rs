@@ -136,8 +136,8 @@ fn sink_bytes(blocks: u64) -> u64 {
 
 /// Reads a copy of this host in place.
 ///
-/// The pages that it has read are the server's, and count for this process too (`VmRSS`, `RssShmem`) as long as they are
-/// mapped: at most 64 MiB and what is read at the moment. Then all are unmapped, and are mapped again by the next
+/// The pages that it has read are the server's, and count for this process too (`VmRSS`, `RssShmem`) as long as they
+/// are mapped: at most 64 MiB and what is read at the moment. Then all are unmapped, and are mapped again by the next
 /// reads of them, sixteen at a time.
 pub struct InPlace {
     view: Arc<View>,

@@ -180,8 +180,8 @@ impl Area {
 /// │ magic │ version │ area │ blocks │ area │ lap in use │ lap │ image bytes │ first │ CRC-32C of what is before │
 /// ```
 ///
-/// `area` at 12 is the number of the area, at 24 the blocks of each. In version 2, the first block of the areas and that
-/// of the clusters are at 64 and 72, and the checksum is at 80. The rest of the block is zeros.
+/// `area` at 12 is the number of the area, at 24 the blocks of each. In version 2, the first block of the areas and
+/// that of the clusters are at 64 and 72, and the checksum is at 80. The rest of the block is zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     /// The sizes of the parts.
