@@ -362,8 +362,8 @@ impl<F: Files> Growth<F> {
         checkpoint::write(&*self.files, Layout::of(self.shape), batch)
     }
 
-    /// Every block was written, the copy stands like this, and has had the `former` size. Its segments have numbers that the earlier store's never
-    /// had, so that a checkpoint of that one that is under way removes none of them.
+    /// Every block was written, the copy stands like this, and has had the `former` size. Its segments have numbers
+    /// that the earlier store's never had, so that a checkpoint of that one that is under way removes none of them.
     ///
     /// # Errors
     /// [`Failure`].

@@ -46,8 +46,8 @@ struct World {
     /// The size in the volume's file, and those that it had.
     file: u64,
     earlier: Vec<u64>,
-    /// A writer with an earlier file has served, or a copy has gone back for one, or beside the command: it is run
-    /// again then.
+    /// A writer with an earlier file has served, or a copy has gone back for one, or beside the command, or was lost
+    /// while another one was away: the command is run again then.
     was_stale: bool,
     /// The largest size with which a writer has served.
     served: u64,
@@ -147,6 +147,8 @@ impl World {
     fn restart(&mut self, number: usize) {
         let server = &mut self.servers[number];
         server.size = server.size.filter(|_| server.has_store).map(|size| Size::kept(size.blocks(), size.former()));
+        let is_lost = server.size.is_none();
+        self.was_stale |= is_lost;
     }
 
     /// A writer opens the volume with this size, writes, and ends.
