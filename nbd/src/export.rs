@@ -18,8 +18,11 @@ pub struct Export {
 pub struct Geometry {
     /// Bytes, a multiple of `minimum`.
     pub size: u64,
-    /// Offsets and lengths are multiples of this power of two, 1 to 65536.
+    /// The least block that clients are told: a power of two, 1 to 65536.
     pub minimum: u32,
+    /// Offsets and lengths are multiples of this power of two, `minimum` at most. Less than that serves clients that
+    /// did not ask for block sizes, or send smaller requests all the same, as `nbd-client` has the kernel do.
+    pub accepted: u32,
     /// The request that suits the device: a power of two, 512 or `minimum` at least.
     pub preferred: u32,
     /// Nothing can be written.
@@ -36,6 +39,7 @@ impl Geometry {
         Geometry {
             size,
             minimum: block,
+            accepted: block,
             preferred: block.max(4096),
             read_only: false,
             fast_zero: false,
@@ -49,6 +53,9 @@ impl Geometry {
         match self {
             _ if !is_power(self.minimum) || self.minimum > 65536 => {
                 Some("the least block is a power of two up to 65536")
+            }
+            _ if !is_power(self.accepted) || self.accepted > self.minimum => {
+                Some("the least block that is accepted is a power of two up to the least block")
             }
             _ if !is_power(self.preferred) || self.preferred < self.minimum.max(512) => {
                 Some("the preferred block is a power of two, 512 and the least block at least")

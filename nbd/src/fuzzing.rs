@@ -113,7 +113,7 @@ pub fn requests(bytes: &[u8]) {
 
 fn is_allowed(request: &Request, op: Op, geometry: &Geometry) -> bool {
     let (first, length) = (u128::from(request.offset), u128::from(request.length));
-    let block = u128::from(geometry.minimum);
+    let block = u128::from(geometry.accepted);
     let is_inside = length > 0 && first + length <= u128::from(geometry.size);
     let is_whole = first % block == 0 && length % block == 0;
     match op {

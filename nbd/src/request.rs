@@ -159,7 +159,7 @@ impl Request {
     }
 
     fn check_place(&self, geometry: &Geometry) -> Result<(), Failure> {
-        let (length, mask) = (u64::from(self.length), u64::from(geometry.minimum) - 1);
+        let (length, mask) = (u64::from(self.length), u64::from(geometry.accepted) - 1);
         let refuse = |errno, text: &'static str| Err(Failure::new(errno, text));
         if self.length == 0 {
             return refuse(Errno::Invalid, "the request is of no bytes");
@@ -203,6 +203,7 @@ mod tests {
         let blocks = Geometry::of_blocks(SIZE, 4096);
         let fine = Geometry { fast_zero: true, ..Geometry::of_blocks(SIZE, 1) };
         let read_only = Geometry { read_only: true, ..blocks };
+        let sectors = Geometry { accepted: 512, ..blocks };
         use command::{BLOCK_STATUS, CACHE, DISC, FLUSH, READ, TRIM, WRITE, WRITE_ZEROES};
         use flag::{DF, FAST_ZERO, FUA, NO_HOLE, REQ_ONE};
         for (geometry, structured, command, flags, offset, length, expected) in [
@@ -213,6 +214,9 @@ mod tests {
             (blocks, true, READ, 0, 0, 512, Err(Errno::Invalid)),
             (blocks, true, READ, 0, 512, 4096, Err(Errno::Invalid)),
             (fine, true, READ, 0, 511, 1, Ok(Op::Read)),
+            (sectors, true, READ, 0, 512, 1024, Ok(Op::Read)),
+            (sectors, false, WRITE, 0, SIZE - 512, 512, Ok(Op::Write { fua: false })),
+            (sectors, true, TRIM, 0, 512, 100, Err(Errno::Invalid)),
             (blocks, true, READ, 0, 0, 0, Err(Errno::Invalid)),
             (blocks, true, READ, 0, SIZE - 4096, 4096, Ok(Op::Read)),
             (blocks, true, READ, 0, SIZE, 4096, Err(Errno::Invalid)),

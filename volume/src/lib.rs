@@ -15,7 +15,8 @@
 //!
 //! The blocks of a copy are memory that others may read while it is written:
 //!
-//! - [`shape`]: what of a volume never changes; [`layout`]: where things are in a copy's region.
+//! - [`shape`]: what of a volume never changes; `size`: which of two sizes a copy has; [`layout`]: where things are in
+//!   a copy's region.
 //! - [`store`]: the owner's end of a region; [`reader`]: the other one, one-sided or in place.
 //!
 //! What carries the rules out, over the network:
@@ -60,6 +61,7 @@ pub mod read_only;
 pub mod reader;
 pub mod server;
 pub mod shape;
+mod size;
 pub mod store;
 #[cfg(test)]
 mod tests;

@@ -83,6 +83,18 @@ pub(crate) enum Mutant {
     XattrsNotPassedOn,
     /// A file that was removed is read as if it were there as late as the names say.
     RemovedIsThere,
+    /// A store does not keep which size its copy had before a growth that is not agreed.
+    FormerSizeForgotten,
+    /// A copy goes back from a size that a writer has used.
+    GrowthNotAgreed,
+    /// The head names larger areas before their image is written.
+    HeadBeforeItsAreas,
+    /// Files get the clusters in which the areas are.
+    AreasAreFree,
+    /// A change of a part of a block goes on while another one of the block is under way.
+    BlocksNotClaimed,
+    /// The command tells the servers that the size is agreed before it is in the volume's file.
+    AgreedBeforeTheFile,
 }
 
 thread_local! {

@@ -6,16 +6,23 @@
 //! status, such blocks and those that were never written are holes. What is longer than one write of the volume is
 //! several: if this process dies, a part of it may be there, as with any disk.
 //!
+//! Clients are told of blocks of 4 KiB. Some send smaller requests all the same: old kernels, firmware, `nbd-client`
+//! before 3.25 with its 512 bytes. Any bytes are served: a change of a part of a block reads the block first, and is
+//! then a write of all of it. Meanwhile the change has claimed the block, and every other one that touches it waits, so
+//! parts of one block undo nothing of each other. A trim of a part of a block does nothing to that part.
+//!
 //! A read of blocks that are in memory of this host, and have no write under way, is answered at once by the
 //! connection's thread. Everything else is answered by the volume's.
 //!
 //! When the volume has ended, requests fail with `ESHUTDOWN`, and the reason is logged once.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use remora_nbd::device::{Answer, Later, Payload};
 use remora_nbd::protocol::extent_flags::{HOLE, ZERO};
 use remora_nbd::protocol::{Errno, Extent, Failure};
@@ -81,6 +88,7 @@ impl Drop for VolumeServer {
 pub struct VolumeDevice {
     volume: Volume,
     shared: Arc<Shared>,
+    claims: Claims,
 }
 
 /// What requests under way have in common.
@@ -97,7 +105,7 @@ struct Shared {
 impl VolumeDevice {
     /// The device. Nothing else submits requests to its volume.
     pub fn new(volume: Volume) -> VolumeDevice {
-        VolumeDevice { volume, shared: Arc::default() }
+        VolumeDevice { volume, shared: Arc::default(), claims: Claims::default() }
     }
 
     /// From now on, no call waits for the volume, and every request fails.
@@ -155,25 +163,91 @@ impl VolumeDevice {
         self.volume.try_read(Run { first, count }).ok().flatten()
     }
 
+    /// The bytes of a change, with what else is in the first and in the last of their blocks. To be called with these
+    /// blocks claimed.
+    fn around(&self, at: u64, data: Bytes) -> Result<Bytes, Error> {
+        let end = at + data.len() as u64;
+        if is_whole(at) && is_whole(end) {
+            return Ok(data);
+        }
+        let blocks = touched(at, data.len() as u64);
+        let mut whole = BytesMut::zeroed((blocks.end - blocks.start) as usize * BLOCK_BYTES);
+        let (first, last) = (blocks.start, blocks.end - 1);
+        if !is_whole(at) || first == last {
+            whole[..BLOCK_BYTES].copy_from_slice(&self.block_now(first)?);
+        }
+        if first != last && !is_whole(end) {
+            let from = whole.len() - BLOCK_BYTES;
+            whole[from..].copy_from_slice(&self.block_now(last)?);
+        }
+        let from = within(at);
+        whole[from..from + data.len()].copy_from_slice(&data);
+        Ok(whole.freeze())
+    }
+
+    /// What a block holds after every change that was submitted. Waits for it.
+    fn block_now(&self, first: u64) -> Result<Bytes, Error> {
+        if let Some(here) = self.read_here(first, 1) {
+            return Ok(here);
+        }
+        if !self.shared.wait_for_room(BLOCK_BYTES, &self.volume) {
+            return Err(Error::Closed);
+        }
+        let (told, is_told) = mpsc::sync_channel(1);
+        let shared = Arc::clone(&self.shared);
+        let submitted = self.volume.submit(Request::Read(Run { first, count: 1 }), move |result| {
+            shared.done(BLOCK_BYTES);
+            let _ = told.send(result); // the device may be closed
+        });
+        if let Err(error) = submitted {
+            self.shared.done(BLOCK_BYTES);
+            return Err(error);
+        }
+        loop {
+            match is_told.recv_timeout(LOOK_AGAIN) {
+                Ok(result) => return result,
+                Err(RecvTimeoutError::Timeout) if !self.shared.is_closed.load(Ordering::Acquire) => {}
+                Err(_) => return Err(Error::Closed),
+            }
+        }
+    }
+
+    /// Makes bytes zeros; of whole blocks, none is sent.
     fn zeros(&self, at: u64, length: u32, fua: bool, answer: Answer<'_>) {
-        let parts = runs(at, length, MOST_ENTRIES as u32).map(Request::Zero);
-        self.change(parts, fua, answer.later());
+        let end = at + u64::from(length);
+        let (later, _claim) = (answer.later(), self.claims.claim(touched(at, length.into())));
+        let whole = at.div_ceil(BLOCK)..end / BLOCK;
+        // Less than a block on each side, or less than two blocks at all.
+        let edges = match whole.is_empty() {
+            true => [at..end, end..end],
+            false => [at..whole.start * BLOCK, whole.end * BLOCK..end],
+        };
+        let mut parts = Vec::new();
+        for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
+            let zeros = Bytes::from(vec![0; (edge.end - edge.start) as usize]);
+            match self.around(edge.start, zeros) {
+                Ok(whole) => parts.push(Request::write(block(edge.start), whole)),
+                Err(error) => return later.fail(&self.shared.failure(&error)),
+            }
+        }
+        parts.extend(runs(whole, MOST_ENTRIES as u32).map(Request::Zero));
+        self.change(parts.into_iter(), fua, later);
     }
 }
 
 impl Device for VolumeDevice {
     fn geometry(&self) -> Geometry {
         let size = self.volume.shape().blocks() * BLOCK_BYTES as u64;
-        Geometry { fast_zero: true, has_status: true, ..Geometry::of_blocks(size, BLOCK_BYTES as u32) }
+        Geometry { accepted: 1, fast_zero: true, has_status: true, ..Geometry::of_blocks(size, BLOCK_BYTES as u32) }
     }
 
     fn read(&self, at: u64, length: u32, answer: Answer<'_>) {
-        let (first, count) = (block(at), block(length.into()));
-        if let Some(data) = self.read_here(first, count) {
-            return answer.data(|sink| sink.put(&data));
+        let (blocks, asked) = (touched(at, length.into()), within(at)..within(at) + length as usize);
+        if let Some(data) = self.read_here(blocks.start, blocks.end - blocks.start) {
+            return answer.data(|sink| sink.put(&data[asked]));
         }
-        let parts = runs(at, length, MOST_BLOCKS as u32);
-        let joined = Joined::new(parts.len(), Asked::Blocks, answer.later(), &self.shared);
+        let parts = runs(blocks, MOST_BLOCKS as u32);
+        let joined = Joined::new(parts.len(), Asked::Bytes(asked), answer.later(), &self.shared);
         for (part, run) in parts.enumerate() {
             self.submit(part, Request::Read(run), &joined);
         }
@@ -181,11 +255,18 @@ impl Device for VolumeDevice {
 
     fn write(&self, at: u64, data: Payload<'_>, fua: bool, answer: Answer<'_>) {
         let data = data.into_bytes();
-        let parts = runs(at, data.len() as u32, MOST_BLOCKS as u32).map(|run| {
-            let start = (run.first * BLOCK_BYTES as u64 - at) as usize;
+        let blocks = touched(at, data.len() as u64);
+        let (later, _claim) = (answer.later(), self.claims.claim(blocks.clone()));
+        let data = match self.around(at, data) {
+            Ok(data) => data,
+            Err(error) => return later.fail(&self.shared.failure(&error)),
+        };
+        let from = blocks.start;
+        let parts = runs(blocks, MOST_BLOCKS as u32).map(|run| {
+            let start = (run.first - from) as usize * BLOCK_BYTES;
             Request::write(run.first, data.slice(start..start + run.count as usize * BLOCK_BYTES))
         });
-        self.change(parts, fua, answer.later());
+        self.change(parts, fua, later);
     }
 
     fn zero(&self, at: u64, length: u32, how: Zero, answer: Answer<'_>) {
@@ -193,7 +274,12 @@ impl Device for VolumeDevice {
     }
 
     fn trim(&self, at: u64, length: u32, fua: bool, answer: Answer<'_>) {
-        self.zeros(at, length, fua, answer);
+        let whole = at.div_ceil(BLOCK)..(at + u64::from(length)) / BLOCK;
+        let (later, _claim) = (answer.later(), self.claims.claim(whole.start..whole.end.max(whole.start)));
+        if whole.is_empty() && !fua {
+            return later.done();
+        }
+        self.change(runs(whole, MOST_ENTRIES as u32).map(Request::Zero), fua, later);
     }
 
     fn flush(&self, answer: Answer<'_>) {
@@ -203,9 +289,9 @@ impl Device for VolumeDevice {
 
     /// Of the first blocks, as many as the servers say at once. The client asks again behind them.
     fn status(&self, at: u64, length: u32, answer: Answer<'_>) {
-        let count = (length / BLOCK_BYTES as u32).min(MOST_ENTRIES as u32);
-        let joined = Joined::new(1, Asked::Holes(count), answer.later(), &self.shared);
-        self.submit(0, Request::Map(Run { first: block(at), count }), &joined);
+        let Run { first, count } = runs(touched(at, length.into()), MOST_ENTRIES as u32).next().unwrap_or(NO_BLOCKS);
+        let joined = Joined::new(1, Asked::Holes { count, skipped: within(at) as u32 }, answer.later(), &self.shared);
+        self.submit(0, Request::Map(Run { first, count }), &joined);
     }
 }
 
@@ -259,14 +345,14 @@ struct Joined {
 }
 
 /// What the answer is.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 enum Asked {
     /// That it is done.
     Done,
-    /// Blocks.
-    Blocks,
-    /// Which of this number of blocks are holes.
-    Holes(u32),
+    /// These bytes of the blocks.
+    Bytes(Range<usize>),
+    /// Which of this number of blocks are holes, from so many bytes behind the beginning of the first one on.
+    Holes { count: u32, skipped: u32 },
 }
 
 struct State {
@@ -298,9 +384,11 @@ impl Joined {
         }
         let (data, error, later) = (std::mem::take(&mut state.data), state.error.take(), state.later.take());
         drop(state);
-        match (error, later, self.asked) {
-            (None, Some(later), Asked::Blocks) => later.data(data),
-            (None, Some(later), Asked::Holes(count)) => later.extents(extents(data.first(), count)),
+        match (error, later, self.asked.clone()) {
+            (None, Some(later), Asked::Bytes(asked)) => later.data(cut(data, asked)),
+            (None, Some(later), Asked::Holes { count, skipped }) => {
+                later.extents(extents(data.first(), count, skipped));
+            }
             (None, Some(later), Asked::Done) => later.done(),
             (Some(error), Some(later), _) => later.fail(&self.shared.failure(&error)),
             (_, None, _) => {}
@@ -308,26 +396,101 @@ impl Joined {
     }
 }
 
-/// The block at which a byte is, or the blocks of a number of bytes. Requests are of whole blocks.
-fn block(bytes: u64) -> u64 {
-    bytes / BLOCK_BYTES as u64
+/// Blocks that changes are about to change. Each is claimed from before its content is looked at until the change is
+/// submitted: the volume keeps the order in which changes are submitted.
+#[derive(Default)]
+struct Claims {
+    claimed: Mutex<Vec<Range<u64>>>,
+    changed: Condvar,
 }
 
-/// A request's blocks as runs of at most `most` blocks.
-fn runs(at: u64, length: u32, most: u32) -> impl ExactSizeIterator<Item = Run> {
-    let (first, count) = (block(at), length / BLOCK_BYTES as u32);
+/// Some claimed blocks. Dropping it lets the next one have them.
+struct Claim<'a> {
+    claims: &'a Claims,
+    blocks: Range<u64>,
+}
+
+impl Claims {
+    /// Waits until nobody has one of these blocks claimed: as long as another request takes to be submitted, which ends
+    /// at the latest when the device is closed.
+    fn claim(&self, blocks: Range<u64>) -> Claim<'_> {
+        let mut claimed = self.claimed.lock().unwrap_or_else(PoisonError::into_inner);
+        #[cfg(test)]
+        let blocks = if crate::mutant::Mutant::BlocksNotClaimed.is_active() { 0..0 } else { blocks };
+        let has_common = |other: &Range<u64>| blocks.start.max(other.start) < blocks.end.min(other.end);
+        while claimed.iter().any(has_common) {
+            claimed = self.changed.wait(claimed).unwrap_or_else(PoisonError::into_inner);
+        }
+        claimed.push(blocks.clone());
+        Claim { claims: self, blocks }
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let mut claimed = self.claims.claimed.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = claimed.iter().position(|blocks| *blocks == self.blocks) {
+            claimed.swap_remove(at);
+        }
+        drop(claimed);
+        self.claims.changed.notify_all();
+    }
+}
+
+/// The block at which a byte is.
+fn block(at: u64) -> u64 {
+    at / BLOCK
+}
+
+/// How far behind the beginning of its block a byte is.
+fn within(at: u64) -> usize {
+    (at % BLOCK) as usize
+}
+
+fn is_whole(at: u64) -> bool {
+    within(at) == 0
+}
+
+/// The blocks in which bytes are.
+fn touched(at: u64, length: u64) -> Range<u64> {
+    block(at)..(at + length).div_ceil(BLOCK)
+}
+
+/// Blocks as runs of at most `most` blocks.
+fn runs(blocks: Range<u64>, most: u32) -> impl ExactSizeIterator<Item = Run> {
+    // A request has less than 2^32 bytes.
+    let (first, count) = (blocks.start, blocks.end.saturating_sub(blocks.start) as u32);
     (0..count.div_ceil(most))
         .map(move |part| Run { first: first + u64::from(part * most), count: most.min(count - part * most) })
 }
 
+/// Of the bytes that these pieces are, those in this range.
+fn cut(mut data: Vec<Bytes>, asked: Range<usize>) -> Vec<Bytes> {
+    if let Some(first) = data.first_mut() {
+        *first = first.slice(asked.start.min(first.len())..);
+    }
+    let mut left = asked.len();
+    for piece in &mut data {
+        piece.truncate(left);
+        left -= piece.len();
+    }
+    data
+}
+
 /// What the bits of a map say.
-fn extents(bits: Option<&Bytes>, count: u32) -> impl Iterator<Item = Extent> {
+fn extents(bits: Option<&Bytes>, count: u32, skipped: u32) -> impl Iterator<Item = Extent> {
     let bits = bits.cloned().unwrap_or_default();
     (0..count as usize).map(move |block| {
         let flags = if is_set(&bits, block) { HOLE | ZERO } else { 0 };
-        Extent { length: BLOCK_BYTES as u32, flags }
+        Extent { length: BLOCK_BYTES as u32 - if block == 0 { skipped } else { 0 }, flags }
     })
 }
+
+/// Bytes of a block.
+const BLOCK: u64 = BLOCK_BYTES as u64;
+
+/// A run that no request has.
+const NO_BLOCKS: Run = Run { first: 0, count: 0 };
 
 /// What a write of zeros counts as, in bytes: so many are submitted at a time that no call waits for the volume.
 const ZEROS_COUNT_AS: usize = 64 << 10;
@@ -339,3 +502,71 @@ const _: () = assert!(MOST_BYTES >= MOST_BLOCKS * BLOCK_BYTES && MOST_BYTES < LE
 
 /// How often a call that waits checks whether the volume has ended.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::sync::RwLock;
+
+    use super::*;
+    use crate::mutant::Mutant;
+
+    /// Clients that change bytes of their own in two blocks, and read and write whole ones. Returns what is lost of it.
+    fn lost(mutant: Option<Mutant>) -> usize {
+        let (claims, blocks) = (Claims::default(), RwLock::new([[0_u8; 64]; 2]));
+        std::thread::scope(|scope| {
+            for client in 0..4_usize {
+                let (claims, blocks) = (&claims, &blocks);
+                scope.spawn(move || {
+                    Mutant::set(mutant);
+                    for at in (client..128).step_by(4) {
+                        let number = at / 64;
+                        let _claim = claims.claim(number as u64..number as u64 + 1);
+                        let mut block = blocks.read().unwrap()[number];
+                        std::thread::yield_now();
+                        block[at % 64] = 1;
+                        blocks.write().unwrap()[number] = block;
+                    }
+                });
+            }
+        });
+        blocks.read().unwrap().iter().flatten().filter(|byte| **byte == 0).count()
+    }
+
+    #[test]
+    fn parts_of_one_block_undo_nothing_of_each_other() {
+        assert!((0..20).all(|_| lost(None) == 0));
+        let is_found = (0..1000).any(|_| lost(Some(Mutant::BlocksNotClaimed)) > 0);
+        assert!(is_found, "without claims something is lost");
+    }
+
+    #[test]
+    fn a_claim_waits_only_for_those_that_have_a_block_in_common() {
+        let claims = Claims::default();
+        let (one, none, other) = (claims.claim(3..5), claims.claim(4..4), claims.claim(5..9));
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| drop(claims.claim(0..4)));
+            drop((none, other));
+            drop(claims.claim(5..6));
+            assert!(!waits.is_finished());
+            drop(one);
+            waits.join().unwrap();
+        });
+        assert!(claims.claimed.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn bytes_of_parts_of_blocks_are_cut_out_of_pieces() {
+        let pieces = || vec![Bytes::from_static(b"abcd"), Bytes::from_static(b"efgh"), Bytes::from_static(b"ijkl")];
+        for (from, to) in (0..4).flat_map(|from| (from..13).map(move |to| (from, to))) {
+            assert_eq!(cut(pieces(), from..to).concat(), b"abcdefghijkl"[from..to], "{from}..{to}");
+        }
+        assert_eq!(touched(4095, 1), 0..1);
+        assert_eq!(touched(4095, 2), 0..2);
+        assert_eq!(runs(3..8, 2).map(|run| (run.first, run.count)).collect::<Vec<_>>(), [(3, 2), (5, 2), (7, 1)]);
+        let bits = Bytes::from_static(&[0b101]);
+        let said: Vec<_> = extents(Some(&bits), 3, 512).map(|extent| (extent.length, extent.flags != 0)).collect();
+        assert_eq!(said, [(3584, true), (4096, false), (4096, true)]);
+    }
+}

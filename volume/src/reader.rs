@@ -13,7 +13,7 @@
 //! after the blocks have completed. It costs one round trip more.
 
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
 use remora_fabric::memory::{self, Memory, Pages, View};
@@ -135,15 +135,24 @@ fn sink_bytes(blocks: u64) -> u64 {
 }
 
 /// Reads a copy of this host in place.
+///
+/// The pages that it has read are the server's, and count for this process too (`VmRSS`, `RssShmem`) as long as they
+/// are mapped: at most 64 MiB and what is read at the moment. Then all are unmapped, and are mapped again by the next
+/// reads of them, sixteen at a time.
 pub struct InPlace {
     view: Arc<View>,
     layout: Layout,
+    /// Bytes that were read since pages were unmapped.
+    mapped: AtomicU64,
 }
+
+/// Bytes that are read before their pages are unmapped.
+const MOST_MAPPED: u64 = 64 << 20;
 
 impl InPlace {
     /// A reader of a copy of this layout.
     pub fn new(view: Arc<View>, layout: Layout) -> InPlace {
-        InPlace { view, layout }
+        InPlace { view, layout, mapped: AtomicU64::new(0) }
     }
 
     /// How the copy stands.
@@ -171,7 +180,19 @@ impl InPlace {
         let blocks = (first..).zip(into.chunks_exact_mut(BLOCK_BYTES));
         let entries = blocks.map(|(block, into)| self.block(block, into)).collect::<Result<_, _>>()?;
         fence(Ordering::Acquire); // no word of the line before the last byte of a block
-        Ok(Found { entries, line: self.line()? })
+        let found = Found { entries, line: self.line()? };
+        self.has_mapped(into.len() as u64);
+        Ok(found)
+    }
+
+    /// So many bytes were read.
+    fn has_mapped(&self, bytes: u64) {
+        let before = self.mapped.fetch_add(bytes, Ordering::Relaxed);
+        // One of several threads.
+        if before < MOST_MAPPED && before + bytes >= MOST_MAPPED {
+            self.view.forget(0..self.layout.length());
+            self.mapped.store(0, Ordering::Relaxed);
+        }
     }
 
     /// Copies a block of [`BLOCK_BYTES`] out, and returns which write it is of.

@@ -108,25 +108,26 @@ pub(super) fn grow(args: &GrowArgs) -> Result<(), Failure> {
             Err(why) => left.push(format!("{server}: {why}")),
         }
     }
-    // Fewer could not open the volume with the new size.
-    let is_enough = has_it >= shape.copies().promises();
-    if is_enough {
-        prepared.replace()?;
-        progress::say(&format!("{name}: the volume has {} bytes now", larger.blocks() * BLOCK_BYTES as u64));
+    // With the size of before: fewer could not open the volume.
+    if has_it < shape.copies().promises() {
+        left.push("too few servers have a copy of this size".into());
+        let text = format!("the volume {name}: {}", left.join("; "));
+        return Err(Failure::new(Code::Volume, text).and("run the command again when these servers answer"));
     }
-    if left.is_empty() && is_enough {
+    prepared.replace()?;
+    progress::say(&format!("{name}: the volume has {} bytes now", larger.blocks() * BLOCK_BYTES as u64));
+    // A server that is not told learns it from the next writer.
+    let agreed = Volume::agree(larger, &servers, &options).map_err(|error| failure(&name, &error))?;
+    let other = names.iter().zip(&agreed).filter(|(_, agreed)| matches!(agreed, Err(why) if why.contains("another")));
+    left.extend(
+        other.map(|(server, _)| format!("{server}: a writer of the former size has opened the volume meanwhile")),
+    );
+    if left.is_empty() {
         return Ok(());
     }
-    if left.is_empty() {
-        left.push("too few servers have a copy".into());
-    }
     let text = format!("the volume {name} has not grown everywhere: {}", left.join("; "));
-    let bytes = shape.blocks() * BLOCK_BYTES as u64;
-    let cure = match is_enough {
-        true => "run the command again when these servers answer".to_owned(),
-        false => format!("run the command again when these servers answer, or go back with --size {bytes}"),
-    };
-    Err(Failure::new(Code::Volume, text).and(&cure))
+    let cure = "the next writer has their copies grow when these servers answer; or run the command again then";
+    Err(Failure::new(Code::Volume, text).and(cure))
 }
 
 /// Runs `remora volume remove`.

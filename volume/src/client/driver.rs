@@ -67,6 +67,8 @@ pub(super) struct Driver {
     shared: Arc<Shared>,
     /// When the time was last looked at.
     looked: Instant,
+    /// When the opening began.
+    began: Instant,
     /// It should be looked at soon: something has changed that decides what the servers are asked.
     looks_soon: bool,
     /// A caller runs the driver, whose `done` must not be called now.
@@ -147,6 +149,7 @@ impl Driver {
             takes_over: options.take_over,
             shared: Arc::clone(shared),
             looked: now,
+            began: now,
             looks_soon: false,
             is_for_a_caller: false,
             handed: Vec::new(),
@@ -307,7 +310,7 @@ impl Driver {
         let call = match request {
             message::Request::Ask => {
                 self.connect(server);
-                Call::Open { shape: self.shape, mode: Mode::Write, writer: self.id }
+                self.first_call(server)
             }
             message::Request::Promise(holder) => Call::Promise(holder),
             message::Request::CatchUp { holder, lender, since } => {
@@ -331,6 +334,40 @@ impl Driver {
             }
         };
         let message = link::call(&call, Bytes::new()).ok();
+        let is_sent = message.is_some_and(|message| self.remote(server, |remote, now| remote.send(message, now)));
+        self.unless(is_sent, server);
+    }
+
+    /// What a new connection begins with. A server whose copy has another size than the volume takes that first. So
+    /// many have promised to obey this writer that no writer of the other size can serve.
+    fn first_call(&mut self, server: ServerId) -> Call {
+        if self.writer.is_serving() && self.remotes.get_mut(server.0).is_some_and(Remote::takes_size) {
+            return Call::Grow { shape: self.shape, takes_over: false };
+        }
+        self.open_call()
+    }
+
+    fn open_call(&self) -> Call {
+        Call::Open { shape: self.shape, mode: Mode::Write, writer: self.id }
+    }
+
+    /// Its copy is about to have another size, for a command that may have gone: it is asked again before the opening
+    /// says that too few servers answer.
+    fn grows(&mut self, server: ServerId, why: &str) {
+        self.disconnected(server, why);
+        self.remote(server, |remote, now| {
+            remote.grows(now);
+            true
+        });
+    }
+
+    /// The copy of a server has the size of the volume now, or may have.
+    fn open_at(&mut self, server: ServerId) {
+        self.remote(server, |remote, _| {
+            remote.has_taken_size();
+            true
+        });
+        let message = link::call(&self.open_call(), Bytes::new()).ok();
         let is_sent = message.is_some_and(|message| self.remote(server, |remote, now| remote.send(message, now)));
         self.unless(is_sent, server);
     }
@@ -426,7 +463,22 @@ impl Driver {
             Reply::Mapped { number, newest, zeros } => self.mapped(server, number, newest, zeros),
             Reply::Attached { session, keys } => self.open_region(connection, session, keys),
             Reply::Refused { cause: Cause::NoMemory, text } => self.refused(server, &text),
-            Reply::Refused { text, .. } => self.lost(server, &text),
+            Reply::Refused { cause: Cause::InUse, text }
+                if self.opened.is_some() && self.began.elapsed() < self.copy_limit =>
+            {
+                self.grows(server, &text);
+            }
+            Reply::Refused { cause, text } => {
+                if cause == Cause::Shape
+                    && let Some(remote) = self.remotes.get_mut(server.0)
+                {
+                    remote.has_other_size();
+                }
+                self.lost(server, &text);
+            }
+            Reply::Grown { .. } if self.remotes.get(server.0).is_some_and(Remote::is_taking_size) => {
+                self.open_at(server);
+            }
             Reply::Created
             | Reply::Lent { .. }
             | Reply::Status(_)
@@ -514,6 +566,9 @@ impl Driver {
             let Some(remote) = self.remotes.get(number) else { continue };
             if remote.is_overdue(self.copy_limit, now) {
                 self.lost(ServerId(number), "it did not answer in time");
+            } else if remote.asks_again(now) {
+                self.connect(ServerId(number));
+                self.open_at(ServerId(number));
             } else if self.writer.is_serving() && remote.is_due(now) {
                 self.writer.take_back(ServerId(number));
             } else if self.writer.is_waiting_for_space(ServerId(number)) && remote.is_try_due(now) {

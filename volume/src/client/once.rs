@@ -11,7 +11,7 @@ use crate::link::{self, Caller};
 use crate::message::{Holder, Standing, State};
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::version::Version;
-use crate::wire::{Call, Cause, Findings, Mode, Reply, Run, Status};
+use crate::wire::{Call, Findings, Mode, Reply, Run, Status};
 
 // One question to servers, without opening the volume.
 
@@ -161,11 +161,15 @@ impl Volume {
     /// Makes a volume larger: its copies become those of a volume of `blocks` blocks. What it holds stays, and zeros
     /// follow. All servers are asked first, and if one refuses, nothing changes. Then a writer that is at work is
     /// ended, if that is wanted. `progress` is called with the number of a server and how many blocks it has copied.
-    /// Says of each server whether it has a copy, or why it has not grown: it did not answer.
+    /// Says of each server whether it has a copy, or why it has not grown: it did not answer. So many copies have grown
+    /// that the volume can be opened with the new size; otherwise those that had have gone back.
+    ///
+    /// The size is agreed when it is in the volume's file. [`Volume::agree`] tells the servers, and so does the first
+    /// writer. Until then a writer of the former size can open the volume, and the copies go back.
     ///
     /// It can be called again, with the shape of before or with that of after: servers that have grown say so. With
-    /// that of after twice, a writer of the new size goes on meanwhile, and takes in the servers that were missing.
-    /// With that of before twice, servers whose copies have grown and have no data behind that size go back to it.
+    /// that of after twice, a writer of the new size goes on meanwhile. With that of before twice, copies whose size
+    /// was not agreed go back to it.
     ///
     /// A writer of the former size and one of the new size cannot both acknowledge writes: each needs promises of
     /// servers whose copies have its size, and these keep what they have promised as they grow.
@@ -205,34 +209,53 @@ impl Volume {
             })
         };
         let all: Vec<_> = (0..servers.len()).collect();
-        let mut answers = ask(&Call::Grow { shape: larger, takes_over }, &all);
-        let back = Call::GoBack { shape, takes_over };
-        let places = |answers: &[Result<Reply, String>], is_one: fn(&Result<Reply, String>) -> bool| {
-            all.iter().copied().filter(|place| is_one(&answers[*place])).collect::<Vec<_>>()
-        };
-        if let Some(why) = refusals(servers, &answers).filter(|_| is_other) {
-            // Something has changed since they were asked. Those that have grown go back.
-            let grown = places(&answers, |answer| matches!(answer, Ok(Reply::Grown { .. })));
-            let gone = grown.iter().zip(ask(&back, &grown));
+        let answers = ask(&Call::Grow { shape: larger, takes_over }, &all);
+        let copies = answers.iter().filter(|answer| matches!(answer, Ok(Reply::Grown { is_there: true }))).count();
+        let too_few = (copies < larger.copies().promises()).then(|| too_few(servers, &answers));
+        if let Some(why) = refusals(servers, &answers).or(too_few).filter(|_| is_other) {
+            // Something has changed since they were asked, or servers have vanished. Those that have grown go back.
+            let has_grown = |place: &usize| matches!(answers[*place], Ok(Reply::Grown { .. }));
+            let grown: Vec<_> = all.iter().copied().filter(has_grown).collect();
+            let gone = grown.iter().zip(ask(&Call::Grow { shape, takes_over }, &grown));
             let left = gone.filter(|(_, gone)| !matches!(gone, Ok(Reply::Grown { .. })));
             let left = Left(left.map(|(place, _)| servers[*place].to_string()).collect());
             return Err(Error::NotGrown { why, left });
         }
-        if !is_other {
-            // Copies of a size that was never agreed.
-            let larger = places(&answers, |answer| matches!(answer, Ok(Reply::Refused { cause: Cause::Shape, .. })));
-            for (place, answer) in larger.iter().zip(ask(&back, &larger)) {
-                answers[*place] = answer;
-            }
-        }
-        Ok(answers
-            .into_iter()
-            .map(|answer| match answer? {
-                Reply::Grown { is_there } => Ok(is_there),
-                other => Err(unexpected(&other)),
-            })
-            .collect())
+        Ok(answers.into_iter().map(grown).collect())
     }
+
+    /// Tells the servers that the size of this volume is agreed. Says of each whether it has a copy, or why its copy
+    /// can have another size: then the next writer puts that right.
+    ///
+    /// # Errors
+    /// As for [`Volume::standings`].
+    pub fn agree(
+        shape: Shape,
+        servers: &[Address],
+        options: &ClientOptions,
+    ) -> Result<Vec<Result<bool, String>>, Error> {
+        count(shape, servers)?;
+        let answers = Asker::new(options)?.ask(servers, &Call::Agree { shape });
+        Ok(answers.into_iter().map(grown).collect())
+    }
+}
+
+/// Whether a server has a copy of the size that it was asked for.
+fn grown(answer: Result<Reply, String>) -> Result<bool, String> {
+    match answer? {
+        Reply::Grown { is_there } => Ok(is_there),
+        other => Err(unexpected(&other)),
+    }
+}
+
+/// Why a volume cannot be opened with a size.
+fn too_few(servers: &[Address], answers: &[Result<Reply, String>]) -> String {
+    let missing = servers.iter().zip(answers).filter_map(|(server, answer)| match answer {
+        Ok(Reply::Grown { is_there: true }) => None,
+        Ok(_) => Some(format!("{server} has no copy")),
+        Err(why) => Some(format!("{server}: {why}")),
+    });
+    format!("too few servers have a copy of the new size: {}", missing.collect::<Vec<_>>().join("; "))
 }
 
 /// What a reply says that does not answer the question.
@@ -406,10 +429,7 @@ impl Left {
 
     /// After a volume has not grown.
     pub(super) fn grown(&self) -> String {
-        self.text(
-            "may have a copy of the new size, which no writer will use: run `remora volume grow` with the size of \
-             before when the server there answers",
-        )
+        self.text("may have a copy of the new size: the next writer has it go back when the server there answers")
     }
 }
 

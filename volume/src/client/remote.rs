@@ -34,7 +34,20 @@ pub(super) struct Remote {
     /// Whether it was asked for the region of its copy.
     is_attached: bool,
     region: Option<Region>,
+    size_of_copy: SizeOfCopy,
     pub(super) outbox: Outbox,
+}
+
+/// Whether the server's copy has the size of the volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SizeOfCopy {
+    Same,
+    /// It has refused this writer for that.
+    Other,
+    /// It was asked to take it.
+    Taking,
+    /// It is about to take another one: it is asked again.
+    Growing,
 }
 
 /// How the server stands to the outbox of this process.
@@ -63,6 +76,7 @@ impl Remote {
             connected: now,
             is_attached: false,
             region: None,
+            size_of_copy: SizeOfCopy::Same,
             outbox: Outbox::default(),
         }
     }
@@ -118,6 +132,43 @@ impl Remote {
     /// Its window; `None` while it has no connection.
     pub(super) fn window(&mut self) -> Option<&mut Window> {
         self.connection.as_ref().map(|_| &mut self.window)
+    }
+
+    /// It has refused this writer: its copy has another size. One that was asked to take the size is not asked at once
+    /// again.
+    pub(super) fn has_other_size(&mut self) {
+        let is_again = self.size_of_copy == SizeOfCopy::Taking;
+        self.size_of_copy = if is_again { SizeOfCopy::Same } else { SizeOfCopy::Other };
+    }
+
+    /// Whether it is to be asked now to take the size of the volume.
+    pub(super) fn takes_size(&mut self) -> bool {
+        let is_next = self.size_of_copy == SizeOfCopy::Other;
+        if is_next {
+            self.size_of_copy = SizeOfCopy::Taking;
+        }
+        is_next
+    }
+
+    /// Whether it was asked on the present connection to take the size of the volume.
+    pub(super) fn is_taking_size(&self) -> bool {
+        self.size_of_copy == SizeOfCopy::Taking
+    }
+
+    /// It is about to take another size.
+    pub(super) fn grows(&mut self, now: Instant) {
+        self.size_of_copy = SizeOfCopy::Growing;
+        self.is_tried_soon(now);
+    }
+
+    /// Whether it is to be asked again for the copy that was about to take another size.
+    pub(super) fn asks_again(&self, now: Instant) -> bool {
+        self.size_of_copy == SizeOfCopy::Growing && self.is_due(now)
+    }
+
+    /// It has the size of the volume now.
+    pub(super) fn has_taken_size(&mut self) {
+        self.size_of_copy = SizeOfCopy::Same;
     }
 
     /// It was heard of. `is_answer`: it owes one answer less.

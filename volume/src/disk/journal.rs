@@ -289,6 +289,11 @@ impl<F: Files> Journal<F> {
         }
     }
 
+    /// The blocks of the copy before a growth that is not agreed.
+    pub(crate) fn former(&self) -> Option<u64> {
+        self.superblock.former
+    }
+
     /// The superblock as it is to be written next. Each one that was taken is written.
     pub(crate) fn next_superblock(&mut self, change: impl FnOnce(&mut Superblock)) -> Superblock {
         self.superblock.counter += 1;

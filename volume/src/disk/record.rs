@@ -179,8 +179,8 @@ const LOST: u32 = 2;
 /// What the recovery of a store begins with. Two slots are written in turn, so that one is always whole.
 ///
 /// ```text
-/// 0       8       12       16        24      32     40       48     64      68    72          80               132
-/// │ magic │ check │ layout │ counter │ store │ base │ synced │ boot │ flags │ (0) │ scrubbed │ the volume's shape │
+/// 0       8       12       16        24      32     40       48     64      68       72          80               132
+/// │ magic │ check │ layout │ counter │ store │ base │ synced │ boot │ flags │ former │ scrubbed │ the volume's shape │
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Superblock {
@@ -199,6 +199,8 @@ pub(crate) struct Superblock {
     pub(crate) is_lost: bool,
     /// When all blocks were last read and checked, in seconds since 1970; 0: never.
     pub(crate) scrubbed: u64,
+    /// The blocks before a growth that is not agreed, fewer than now; in the file, 0 is none.
+    pub(crate) former: Option<u64>,
 }
 
 impl Superblock {
@@ -216,7 +218,10 @@ impl Superblock {
         [self.counter, self.store, self.base, self.synced].iter().for_each(|word| out.extend(word.to_le_bytes()));
         out.extend(self.boot);
         let flags = if self.is_clean { CLEAN } else { 0 } | if self.is_lost { LOST } else { 0 };
-        out.extend(u64::from(flags).to_le_bytes());
+        out.extend(flags.to_le_bytes());
+        // The most blocks have 33 bits, and these are fewer.
+        let former = self.former.and_then(|former| u32::try_from(former).ok()).unwrap_or(0);
+        out.extend(former.to_le_bytes());
         out.extend(self.scrubbed.to_le_bytes());
         out.extend(layout::Superblock(self.shape).to_bytes());
         let check = crc32c(&out[12..]);
@@ -243,7 +248,9 @@ impl Superblock {
         let layout::Superblock(shape) = layout::Superblock::parse(fields.last_chunk()?).ok()?;
         let boot = *fields.get(48..)?.first_chunk()?;
         let (is_clean, is_lost) = (flags & CLEAN != 0, flags & LOST != 0);
-        Some(Superblock { counter, store, shape, base, synced, boot, is_clean, is_lost, scrubbed: u64_at(fields, 72) })
+        let former = Some(u64::from(u32_at(fields, 68))).filter(|former| *former > 0);
+        let scrubbed = u64_at(fields, 72);
+        Some(Superblock { counter, store, shape, base, synced, boot, is_clean, is_lost, scrubbed, former })
     }
 }
 
@@ -316,8 +323,9 @@ mod tests {
             is_clean: true,
             is_lost: false,
             scrubbed: 5,
+            former: None,
         };
-        let newer = Superblock { counter: 7, is_clean: false, is_lost: true, ..older };
+        let newer = Superblock { counter: 7, is_clean: false, is_lost: true, former: Some(1), ..older };
         let mut bytes = [older.encode(), newer.encode()].concat();
         assert_eq!((older.at(), newer.at()), (0, SLOT_BYTES as u64));
         assert_eq!(Superblock::newest(&bytes), Some(newer));

@@ -49,7 +49,7 @@ pub(crate) fn create<F: Files>(
     standing: Standing,
 ) -> Result<Journal<F>, Failure> {
     make_extents(&*files, shape)?;
-    complete(files, shape, length, (store, boot), standing, (1, 0))
+    complete(files, shape, length, (store, boot), standing, (1, 0, None))
 }
 
 /// Makes the extents of a new store, with no block written.
@@ -71,7 +71,7 @@ pub(super) fn complete<F: Files>(
     length: u64,
     (store, boot): (u64, [u8; 16]),
     standing: Standing,
-    (base, scrubbed): (u64, u64),
+    (base, scrubbed, former): (u64, u64, Option<u64>),
 ) -> Result<Journal<F>, Failure> {
     let failed = |name| {
         let files = Arc::clone(&files);
@@ -79,7 +79,8 @@ pub(super) fn complete<F: Files>(
     };
     files.create(Name::Superblock, 2 * SLOT_BYTES as u64).map_err(failed(Name::Superblock))?;
     let (is_clean, is_lost) = (false, false);
-    let superblock = Superblock { counter: 1, store, shape, base, synced: 0, boot, is_clean, is_lost, scrubbed };
+    let superblock =
+        Superblock { counter: 1, store, shape, base, synced: 0, boot, is_clean, is_lost, scrubbed, former };
     let journal = Journal::begin(Arc::clone(&files), superblock, length, base, (0, 1), standing, BTreeSet::new())?;
     files.sync(Name::Extents).map_err(failed(Name::Extents))?;
     // Last: before it there is no store.
@@ -361,8 +362,8 @@ impl<F: Files> Growth<F> {
         checkpoint::write(&*self.files, Layout::of(self.shape), batch)
     }
 
-    /// Every block was written, and the copy stands like this. Its segments have numbers that the earlier store's never
-    /// had, so that a checkpoint of that one that is under way removes none of them.
+    /// Every block was written, the copy stands like this, and has had the `former` size. Its segments have numbers
+    /// that the earlier store's never had, so that a checkpoint of that one that is under way removes none of them.
     ///
     /// # Errors
     /// [`Failure`].
@@ -371,9 +372,10 @@ impl<F: Files> Growth<F> {
         (number, boot): (u64, [u8; 16]),
         earlier: &Journal<F>,
         standing: Standing,
+        former: Option<u64>,
     ) -> Result<Journal<F>, Failure> {
         let length = Journal::<F>::segment_bytes(Layout::of(self.shape));
-        let begins = (earlier.segment() + 1, earlier.scrubbed());
+        let begins = (earlier.segment() + 1, earlier.scrubbed(), former);
         complete(Arc::clone(&self.files), self.shape, length, (number, boot), standing, begins)
     }
 }

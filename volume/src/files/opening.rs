@@ -127,6 +127,17 @@ pub(super) fn open(disk: &Arc<dyn Disk>) -> Result<(Names, Vec<BlocksToWrite>), 
     if names.head() != head {
         writes.push(BlocksToWrite { first: 0, data: names.head().to_block() });
     }
+    if names.begin_to_move() {
+        write_all(&**disk, std::mem::take(&mut writes))?;
+        loop {
+            let (blocks, has_moved) = names.go_on_to_move();
+            write_all(&**disk, blocks)?;
+            if has_moved {
+                break;
+            }
+        }
+        tracing::info!(inodes = names.usage().inodes, "the volume has grown, and so has the room for names");
+    }
     // Files that were open without a name when the writer ended.
     loop {
         writes.extend(names.prepare());

@@ -183,6 +183,24 @@ impl Clusters {
         Some(word as u32 * BITS + free.trailing_zeros())
     }
 
+    /// The last free ones of which so many are neighbours.
+    pub(super) fn find_last(&self, count: u32) -> Option<Space> {
+        let (mut at, mut found) = (self.number, 0);
+        while at > 0 && found < count {
+            at -= 1;
+            if self.is_free(at) {
+                found += 1;
+            } else {
+                found = 0;
+                let word = (at / BITS) as usize;
+                if self.words[word] == u64::MAX {
+                    at = word as u32 * BITS; // none of them is free
+                }
+            }
+        }
+        (found == count && count > 0).then_some(Space { at, count })
+    }
+
     fn measure(&self, at: u32, most: u32) -> Space {
         let count = (0..most).take_while(|count| self.is_free(at + count)).count();
         Space { at, count: count as u32 }

@@ -18,7 +18,9 @@ pub(super) const CHUNK_BYTES: usize = 64 << 10;
 /// An image that is being written.
 #[derive(Clone, Debug)]
 pub(super) struct Image {
-    pub(super) area: Area,
+    area: Area,
+    /// Where the areas are when it is used.
+    geometry: Geometry,
     log: Log,
     /// Records of the next frame, and their bytes.
     records: Vec<Record>,
@@ -31,7 +33,18 @@ pub(super) struct Image {
 
 impl Image {
     pub(super) fn new(geometry: Geometry, area: Area, lap: u64) -> Image {
-        Image { area, log: Log::new(geometry, area, lap), records: Vec::new(), bytes: 0, at: 0, part: None }
+        Image { area, geometry, log: Log::new(geometry, area, lap), records: Vec::new(), bytes: 0, at: 0, part: None }
+    }
+
+    /// Whether nothing of it was written.
+    pub(super) fn is_new(&self) -> bool {
+        self.at == 0 && self.part.is_none() && self.log.at() == 0
+    }
+
+    /// Where the areas are when it is used.
+    #[cfg(test)]
+    pub(super) fn geometry(&self) -> Geometry {
+        self.geometry
     }
 
     /// Whether an inode's attributes have been passed.
@@ -192,7 +205,9 @@ impl Image {
         let blocks = self.log.take(false);
         let image_bytes = self.log.at();
         self.log.continue_at(number);
-        let head = Head { area: self.area, lap: head.last_lap, image_bytes, first: number, ..*head };
+        let last_lap = head.last_lap;
+        let (geometry, area) = (self.geometry, self.area);
+        let head = Head { geometry, area, lap: last_lap, last_lap, image_bytes, first: number };
         (blocks, self.log, head)
     }
 }

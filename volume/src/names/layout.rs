@@ -7,6 +7,10 @@
 //!
 //! One of the areas is in use: an image of all names, and behind it the log of what has changed since. The other one is
 //! where the next image goes. The head says which one it is. It is one block, so a write of it is all or nothing.
+//!
+//! A volume that has grown has room for more names when it is next opened for writing: larger areas are laid out in
+//! clusters that are free, the last ones. The first image there has all names, and the head that names the larger areas
+//! is written behind it. The room before the first cluster is not used from then on.
 
 use remora_fabric::memory::crc::crc32c;
 
@@ -22,8 +26,11 @@ pub const CLUSTER_BYTES: u64 = CLUSTER_BLOCKS * BLOCK_BYTES as u64;
 /// First bytes of every head.
 const MAGIC: [u8; 8] = *b"REMORAFS";
 
-/// Changes with every change of the head or of a record.
+/// Changes with every change of the head or of a record. It is that of the oldest release that can read the files.
 pub const VERSION: u32 = 1;
+
+/// The version of a head whose areas are not where `format` has put them.
+const MOVED: u32 = 2;
 
 /// Of this number of parts of a volume, each area is one.
 const AREA_PART: u64 = 64;
@@ -45,6 +52,10 @@ pub const LEAST_BLOCKS: u64 = 1024;
 pub struct Geometry {
     blocks: u64,
     area: u64,
+    /// The first block of the areas; 1 as long as they are where `format` has put them.
+    areas_at: u64,
+    /// The first block of the first cluster.
+    clusters_at: u64,
 }
 
 impl Geometry {
@@ -58,9 +69,52 @@ impl Geometry {
 
     /// With areas of this number of blocks. `None`: no cluster is left, or an area is too small or too large.
     pub fn with_area(blocks: u64, area: u64) -> Option<Geometry> {
-        let geometry = Geometry { blocks, area };
-        let is_valid = blocks <= MOST_BLOCKS && (LEAST_NAMED_AREA..=MOST_AREA).contains(&area);
-        (is_valid && geometry.first_of_clusters() + CLUSTER_BLOCKS <= blocks).then_some(geometry)
+        if !(LEAST_NAMED_AREA..=MOST_AREA).contains(&area) {
+            return None;
+        }
+        let clusters_at = (1 + 2 * area).next_multiple_of(CLUSTER_BLOCKS);
+        Geometry { blocks, area, areas_at: 1, clusters_at }.checked()
+    }
+
+    fn checked(self) -> Option<Geometry> {
+        let Geometry { blocks, area, areas_at, clusters_at } = self;
+        if !(LEAST_NAMED_AREA..=MOST_AREA).contains(&area) {
+            return None;
+        }
+        let is_cluster = |block: u64| block >= clusters_at && (block - clusters_at).is_multiple_of(CLUSTER_BLOCKS);
+        let is_valid = blocks <= MOST_BLOCKS
+            && clusters_at.is_multiple_of(CLUSTER_BLOCKS)
+            && clusters_at >= CLUSTER_BLOCKS
+            && clusters_at.checked_add(CLUSTER_BLOCKS).is_some_and(|end| end <= blocks);
+        let has_areas = match areas_at {
+            1 => 2 * area < clusters_at,
+            at => is_cluster(at) && at.checked_add(2 * area).is_some_and(|end| end <= blocks),
+        };
+        (is_valid && has_areas).then_some(self)
+    }
+
+    /// The same, of a volume that has so many blocks now. `None`: these are too few.
+    pub(super) fn of_larger(self, blocks: u64) -> Option<Geometry> {
+        Geometry { blocks, ..self }.checked()
+    }
+
+    /// Whether a volume of this size that is formatted now gets areas that are larger by a quarter at least: less is
+    /// not worth an image. `Some`: of how many clusters both are.
+    pub(super) fn wants_room(self) -> Option<u32> {
+        let best = (self.blocks / AREA_PART).clamp(LEAST_AREA, MOST_AREA);
+        (best >= self.area + self.area.div_ceil(4)).then(|| (2 * best).div_ceil(CLUSTER_BLOCKS) as u32)
+    }
+
+    /// The same, with its areas in so many clusters from this one on.
+    pub(super) fn moved(self, first: u32, clusters: u32) -> Option<Geometry> {
+        let area = u64::from(clusters) * CLUSTER_BLOCKS / 2;
+        Geometry { area: area.min(MOST_AREA), areas_at: self.cluster_at(first), ..self }.checked()
+    }
+
+    /// The clusters in which the areas are: the first one, and how many. `None`: they are before all clusters.
+    pub(super) fn clusters_of_areas(self) -> Option<(u32, u32)> {
+        let first = self.areas_at.checked_sub(self.clusters_at)? / CLUSTER_BLOCKS;
+        Some((first as u32, (2 * self.area).div_ceil(CLUSTER_BLOCKS) as u32))
     }
 
     /// The blocks of the volume when it was last opened for writing.
@@ -80,7 +134,7 @@ impl Geometry {
 
     /// The first block of an area.
     pub fn area_at(self, area: Area) -> u64 {
-        1 + self.area * u64::from(area.0)
+        self.areas_at + self.area * u64::from(area.0)
     }
 
     /// The most bytes of an image, without frames: half of an area, less a part for frames and the blocks' ends.
@@ -93,19 +147,15 @@ impl Geometry {
         self.area_bytes() / 4 * 3
     }
 
-    fn first_of_clusters(self) -> u64 {
-        (1 + 2 * self.area).next_multiple_of(CLUSTER_BLOCKS)
-    }
-
     /// The number of clusters.
     pub fn clusters(self) -> u32 {
         // At most 2^32 blocks, so it fits.
-        ((self.blocks - self.first_of_clusters()) / CLUSTER_BLOCKS) as u32
+        ((self.blocks - self.clusters_at) / CLUSTER_BLOCKS) as u32
     }
 
     /// The first block of a cluster.
     pub fn cluster_at(self, cluster: u32) -> u64 {
-        self.first_of_clusters() + u64::from(cluster) * CLUSTER_BLOCKS
+        self.clusters_at + u64::from(cluster) * CLUSTER_BLOCKS
     }
 }
 
@@ -130,7 +180,8 @@ impl Area {
 /// │ magic │ version │ area │ blocks │ area │ lap in use │ lap │ image bytes │ first │ CRC-32C of what is before │
 /// ```
 ///
-/// `area` at 12 is the number of the area, at 24 the blocks of each. The rest of the block is zeros.
+/// `area` at 12 is the number of the area, at 24 the blocks of each. In version 2, the first block of the areas and
+/// that of the clusters are at 64 and 72, and the checksum is at 80. The rest of the block is zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     /// The sizes of the parts.
@@ -147,8 +198,9 @@ pub struct Head {
     pub first: u64,
 }
 
-/// Bytes of a head with something in them.
+/// Bytes of a head with something in them, and of one of areas that were moved.
 const HEAD_BYTES: usize = 72;
+const MOVED_BYTES: usize = HEAD_BYTES + 16;
 
 /// Why block 0 is not the head of a file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -172,11 +224,14 @@ impl Head {
     pub fn to_block(self) -> Vec<u8> {
         let mut block = Vec::with_capacity(BLOCK_BYTES);
         block.extend_from_slice(&MAGIC);
-        block.extend_from_slice(&VERSION.to_le_bytes());
+        let Geometry { blocks, area, areas_at, clusters_at } = self.geometry;
+        let is_moved = areas_at != 1;
+        block.extend_from_slice(&(if is_moved { MOVED } else { VERSION }).to_le_bytes());
         block.extend_from_slice(&u32::from(self.area.0).to_le_bytes());
-        let words = [self.geometry.blocks, self.geometry.area, self.lap, self.last_lap, self.image_bytes, self.first];
-        words.iter().for_each(|word| block.extend_from_slice(&word.to_le_bytes()));
-        debug_assert_eq!(block.len() + 8, HEAD_BYTES);
+        let words = [blocks, area, self.lap, self.last_lap, self.image_bytes, self.first];
+        let moved: &[u64] = if is_moved { &[areas_at, clusters_at] } else { &[] };
+        words.iter().chain(moved).for_each(|word| block.extend_from_slice(&word.to_le_bytes()));
+        debug_assert_eq!(block.len() + 8, if is_moved { MOVED_BYTES } else { HEAD_BYTES });
         let check = u64::from(crc32c(&block));
         block.extend_from_slice(&check.to_le_bytes());
         block.resize(BLOCK_BYTES, 0);
@@ -191,18 +246,24 @@ impl Head {
         if block.iter().all(|byte| *byte == 0) {
             return Err(HeadError::Empty);
         }
-        let Some((bytes, _)) = block.split_first_chunk::<HEAD_BYTES>() else { return Err(HeadError::Damaged) };
+        let Some((bytes, _)) = block.split_first_chunk::<MOVED_BYTES>() else { return Err(HeadError::Damaged) };
         let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| bytes[at + byte]));
         if bytes[..8] != MAGIC {
             return Err(HeadError::Foreign);
         }
         let (version, area) = (word(8) as u32, (word(8) >> 32) as u32);
-        if version != VERSION {
-            return Err(HeadError::Version(version));
-        }
-        let geometry = Geometry::with_area(word(16), word(24)).ok_or(HeadError::Damaged)?;
+        let (geometry, length) = match version {
+            VERSION => (Geometry::with_area(word(16), word(24)), HEAD_BYTES),
+            MOVED => {
+                let [blocks, area, areas_at, clusters_at] = [16, 24, 64, 72].map(word);
+                let geometry = Geometry { blocks, area, areas_at, clusters_at }.checked();
+                (geometry.filter(|geometry| geometry.areas_at != 1), MOVED_BYTES)
+            }
+            version => return Err(HeadError::Version(version)),
+        };
+        let geometry = geometry.ok_or(HeadError::Damaged)?;
         let [lap, last_lap, image_bytes, first] = [32, 40, 48, 56].map(word);
-        let is_valid = word(64) == u64::from(crc32c(&bytes[..HEAD_BYTES - 8]))
+        let is_valid = word(length - 8) == u64::from(crc32c(&bytes[..length - 8]))
             && area < 2
             && lap <= last_lap
             && last_lap < u64::MAX
@@ -226,13 +287,17 @@ mod tests {
 
     #[test]
     fn heads_come_back_and_every_changed_bit_is_found() {
-        let head = head(5000);
-        let block = head.to_block();
-        assert_eq!((block.len(), Head::parse(&block)), (BLOCK_BYTES, Ok(head)));
-        for bit in 0..HEAD_BYTES * 8 {
-            let mut block = block.clone();
-            block[bit / 8] ^= 1 << (bit % 8);
-            assert!(Head::parse(&block).is_err(), "bit {bit}");
+        let before = head(5000);
+        let larger = before.geometry.of_larger(50_000).unwrap();
+        let moved = larger.moved(larger.clusters() - 100, 100).unwrap();
+        for (head, bytes) in [(before, HEAD_BYTES), (Head { geometry: moved, ..before }, MOVED_BYTES)] {
+            let block = head.to_block();
+            assert_eq!((block.len(), Head::parse(&block)), (BLOCK_BYTES, Ok(head)));
+            for bit in 0..bytes * 8 {
+                let mut block = block.clone();
+                block[bit / 8] ^= 1 << (bit % 8);
+                assert!(Head::parse(&block).is_err(), "bit {bit}");
+            }
         }
     }
 
@@ -242,8 +307,8 @@ mod tests {
         assert_eq!(Head::parse(&[0; BLOCK_BYTES]), Err(HeadError::Empty));
         assert_eq!(Head::parse(&[0x53; BLOCK_BYTES]), Err(HeadError::Foreign));
         assert_eq!(Head::parse(&block[..20]), Err(HeadError::Damaged));
-        block[8] = 2;
-        assert_eq!(Head::parse(&block), Err(HeadError::Version(2)));
+        block[8] = 3;
+        assert_eq!(Head::parse(&block), Err(HeadError::Version(3)));
     }
 
     /// Parts neither overlap nor leave the volume.
@@ -258,5 +323,28 @@ mod tests {
             assert!(end <= blocks && end + CLUSTER_BLOCKS > blocks, "{blocks}");
         }
         assert_eq!((Geometry::of(LEAST_BLOCKS - 1), Geometry::with_area(20, 8)), (None, None));
+        assert_eq!(Geometry::with_area(u64::MAX, u64::MAX), None);
+    }
+
+    /// In a volume that has grown, the areas are in clusters of their own, and no other cluster has moved.
+    #[test]
+    fn larger_areas_are_in_clusters() {
+        let small = Geometry::of(16_384).unwrap();
+        assert_eq!((small.wants_room(), small.clusters_of_areas()), (None, None));
+        let larger = small.of_larger(1 << 20).unwrap();
+        let count = larger.wants_room().unwrap();
+        let first = larger.clusters() - count;
+        let moved = larger.moved(first, count).unwrap();
+        assert_eq!((moved.area(), moved.wants_room()), ((1 << 20) / AREA_PART, None));
+        assert_eq!(moved.clusters_of_areas(), Some((first, count)));
+        assert_eq!(moved.area_at(Area(0)), moved.cluster_at(first));
+        assert_eq!(moved.area_at(Area(1)) + moved.area(), moved.cluster_at(first + count - 1) + CLUSTER_BLOCKS);
+        assert_eq!((moved.clusters(), moved.cluster_at(7)), (larger.clusters(), small.cluster_at(7)));
+        assert_eq!(larger.moved(first + 1, count), None, "beyond the end");
+        // The largest one, and one that is hardly larger.
+        let most = small.of_larger(MOST_BLOCKS).unwrap();
+        let count = most.wants_room().unwrap();
+        assert_eq!(most.moved(most.clusters() - count, count).unwrap().area(), MOST_AREA);
+        assert_eq!(small.of_larger(18_000).unwrap().wants_room(), None);
     }
 }

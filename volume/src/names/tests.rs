@@ -956,6 +956,7 @@ fn a_volume_that_has_grown_has_more_clusters() {
     let names = Names::of(view.clone(), 2048).unwrap();
     let before = Names::of(view, 1024).unwrap().usage();
     assert_eq!(names.usage().free_blocks, before.free_blocks + 1024);
+    assert_eq!(names.usage().free_inodes, before.free_inodes, "only an opening for writing moves the names");
     assert_eq!(names.head().geometry.blocks(), 2048);
 }
 

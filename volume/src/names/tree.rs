@@ -87,12 +87,25 @@ pub(super) fn entry_bytes(name: &[u8]) -> u64 {
     26 + name.len() as u64
 }
 
+/// Whether the clusters of areas are kept from files.
+fn areas_are_no_files() -> bool {
+    #[cfg(test)]
+    if crate::mutant::Mutant::AreasAreFree.is_active() {
+        return false;
+    }
+    true
+}
+
 impl Tree {
     /// Without a root, before an image.
     pub(super) fn new(geometry: Geometry) -> Tree {
+        let mut clusters = Clusters::new(geometry.clusters());
+        if let Some((at, count)) = geometry.clusters_of_areas().filter(|_| areas_are_no_files()) {
+            clusters.take(Space { at, count }); // nothing else was taken
+        }
         Tree {
             inodes: BTreeMap::new(),
-            clusters: Clusters::new(geometry.clusters()),
+            clusters,
             next: ROOT,
             image_bytes: 0,
             is_complete: false,

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use super::acl::{self, Acl};
-use super::clusters::{Clusters, Run, Runs};
+use super::clusters::{Clusters, Run, Runs, Space};
 use super::image::{CHUNK_BYTES, Image};
 use super::inode::{Attr, Attributes, Body, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES};
 use super::late::Late;
@@ -78,7 +78,7 @@ impl Names {
             return Err(Malformed("the image: it was not read to its end"));
         }
         let log = Log::behind(head.geometry, head.area, &reader);
-        let larger = Geometry::with_area(blocks, head.geometry.area());
+        let larger = head.geometry.of_larger(blocks);
         if let Some(larger) = larger.filter(|larger| larger.clusters() > head.geometry.clusters()) {
             tree.clusters.grow(larger.clusters());
             head.geometry = larger;
@@ -94,6 +94,43 @@ impl Names {
             touched: BTreeSet::new(),
             linkable: BTreeSet::new(),
         })
+    }
+
+    /// Begins to move the names to larger areas, if the volume has grown and so many free clusters are neighbours.
+    /// Nothing else must be done until [`Names::go_on_to_move`] has said that they have moved.
+    pub fn begin_to_move(&mut self) -> bool {
+        let larger = self.head.geometry.wants_room().and_then(|count| {
+            let space = self.tree.clusters.find_last(count)?;
+            let larger = self.head.geometry.moved(space.at, space.count)?;
+            self.tree.clusters.take(space).then_some(larger)
+        });
+        let Some(larger) = larger else { return false };
+        self.head.last_lap += 1;
+        self.image = Some(Image::new(larger, Area::FIRST, self.head.last_lap));
+        true
+    }
+
+    /// What is to be written next, in this order, and whether that was all. A crash before the last block leaves the
+    /// names where they were.
+    pub fn go_on_to_move(&mut self) -> (Vec<BlocksToWrite>, bool) {
+        let (mut writes, before) = (Vec::new(), self.head.geometry);
+        // Frames that an interrupted move of before has left have another lap.
+        if self.image.as_ref().is_some_and(Image::is_new) {
+            writes.push(BlocksToWrite { first: 0, data: self.head.to_block() });
+        }
+        #[cfg(test)]
+        let early = self.image.as_ref().map(|image| Head { geometry: image.geometry(), ..self.head });
+        let is_left = self.write_image(LONG_STEP_BYTES, &mut writes);
+        #[cfg(test)]
+        if crate::mutant::Mutant::HeadBeforeItsAreas.is_active()
+            && let Some(head) = early
+        {
+            writes.insert(0, BlocksToWrite { first: 0, data: head.to_block() });
+        }
+        if !is_left && let Some((at, count)) = before.clusters_of_areas() {
+            self.tree.clusters.give_later(Space { at, count }, self.tree.now_ms.unwrap_or_default());
+        }
+        (writes, !is_left)
     }
 
     /// The head as it is, to be written if the volume has grown.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_messenger::Connection;
 
-use super::exports::Exports;
+use super::host::Host;
 use super::kept::Stores;
 use super::slot::Slot;
 use super::{Budget, Grant, answer, refuse};
@@ -25,12 +25,10 @@ use crate::wire::{Cause, Reply};
 /// What is asked of a copy that could have another size.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Asked {
-    /// To become larger.
+    /// To take it.
     Do,
     /// Only whether it could.
     Could,
-    /// To become smaller again.
-    Back,
 }
 
 /// A copy that is larger, and lacks blocks still.
@@ -79,15 +77,18 @@ pub(super) struct Growing {
     pub(super) larger: Larger,
     /// Who is told.
     pub(super) connection: Connection,
+    /// The copy goes back to the size with which this writer opens the volume on that connection.
+    pub(super) opener: Option<u64>,
     pub(super) is_stopping: Arc<AtomicBool>,
 }
 
 impl Growing {
-    pub(super) fn run(self, exports: &Exports) {
-        let Growing { slot, larger, connection, is_stopping } = self;
+    pub(super) fn run(self, host: &Host) {
+        let Growing { slot, larger, connection, opener, is_stopping } = self;
         let (mut first, mut told) = (0, Instant::now());
         loop {
-            if is_stopping.load(Ordering::Acquire) {
+            // A command that was killed wants nothing any more.
+            if is_stopping.load(Ordering::Acquire) || !connection.is_ready() {
                 drop(larger);
                 return slot.lock().end_growth();
             }
@@ -105,11 +106,14 @@ impl Growing {
             }
         }
         let shape = larger.store.shape();
-        let done = slot.lock().complete_growth(larger, exports);
+        let done = slot.lock().complete_growth(larger, host.exports());
         match done {
             Ok(is_there) => {
                 tracing::info!(volume = %shape.volume(), blocks = shape.blocks(), "a copy has another size");
-                answer(&connection, &Reply::Grown { is_there }, Bytes::new());
+                match opener {
+                    Some(writer) => host.go_on_to_open(&connection, &slot, writer),
+                    None => answer(&connection, &Reply::Grown { is_there }, Bytes::new()),
+                }
             }
             Err(failure) => refuse(&connection, Cause::NoMemory, &failure.to_string()),
         }

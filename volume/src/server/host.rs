@@ -25,6 +25,7 @@ use crate::layout::Layout;
 use crate::link::{self, AT_WORK, LEAST_ROOM, MOST_ROOM, Rdma, Security};
 use crate::message::{Standing, State};
 use crate::shape::{Shape, VolumeId};
+use crate::size::Opened;
 use crate::store::Store;
 use crate::wire::{Call, Cause, Mode, Reply, Room, Status, Used};
 
@@ -200,10 +201,47 @@ impl Host {
         if !self.connect(connection, &slot) {
             return refuse(connection, Cause::Misuse, "the connection is open already");
         }
-        let mut state = slot.lock();
+        let state = slot.lock();
         if state.shape() != shape {
-            return refuse(connection, Cause::Shape, OTHER_SHAPE);
+            let may_go_back = mode == Mode::Write && !state.is_growing();
+            return match state.opened_with(shape) {
+                Opened::GoesBack if may_go_back => self.go_back(connection, &slot, state, shape, writer),
+                _ => refuse(connection, Cause::Shape, other_shape(&state, shape)),
+            };
         }
+        self.open_copy(connection, state, mode, writer);
+    }
+
+    /// The copy has grown, and its volume has the former size: it goes back, and then the writer has it open.
+    fn go_back(
+        &self,
+        connection: &Connection,
+        slot: &Arc<Slot>,
+        mut state: MutexGuard<'_, slot::State>,
+        shape: Shape,
+        writer: u64,
+    ) {
+        match self.larger(shape) {
+            Ok(smaller) => {
+                tracing::warn!(volume = %shape.volume(), "a copy has a size that was never agreed: it goes back");
+                state.begin_growth(self.exports());
+                drop(state);
+                self.begin_growing(connection, Arc::clone(slot), smaller, Some(writer));
+            }
+            Err(why) => refuse(connection, Cause::Shape, &why),
+        }
+    }
+
+    /// The copy has the size that a writer has asked for.
+    pub(super) fn go_on_to_open(&self, connection: &Connection, slot: &Arc<Slot>, writer: u64) {
+        let state = slot.lock();
+        // With the copy's lock held: if the connection ends now, what ends it waits until it is in the copy's list.
+        if lock(&self.connections).contains_key(&connection.id()) {
+            self.open_copy(connection, state, Mode::Write, writer);
+        }
+    }
+
+    fn open_copy(&self, connection: &Connection, mut state: MutexGuard<'_, slot::State>, mode: Mode, writer: u64) {
         if state.is_growing() {
             return refuse(connection, Cause::InUse, GROWS);
         }
@@ -322,13 +360,13 @@ impl Host {
     }
 
     /// Begins to copy a copy into a larger one.
-    pub(super) fn begin_growing(&self, client: &Connection, slot: Arc<Slot>, larger: Larger) {
+    pub(super) fn begin_growing(&self, client: &Connection, slot: Arc<Slot>, larger: Larger, opener: Option<u64>) {
         let (of_thread, connection) = (Arc::clone(&slot), client.clone());
         let (host, is_stopping) = (self.me.upgrade(), Arc::clone(&self.is_stopping));
-        let growing = Growing { slot: of_thread, larger, connection, is_stopping };
+        let growing = Growing { slot: of_thread, larger, connection, opener, is_stopping };
         let begun = self.begin("volume-growing", client, move || {
             if let Some(host) = host {
-                growing.run(host.exports());
+                growing.run(&host);
             }
         });
         if !begun {
@@ -402,7 +440,7 @@ impl Host {
             Call::Remove { shape, takes_over } => self.remove(connection, shape, takes_over),
             Call::Grow { shape, takes_over } => self.grow(connection, shape, takes_over, Asked::Do),
             Call::MayGrow { shape, takes_over } => self.grow(connection, shape, takes_over, Asked::Could),
-            Call::GoBack { shape, takes_over } => self.grow(connection, shape, takes_over, Asked::Back),
+            Call::Agree { shape } => self.agree(connection, shape),
             Call::Window { wants, obeys } => self.window(connection, wants, obeys),
             Call::Offer { session, keys } => self.offer(connection, session, keys),
             _ => {} // the others are a copy's
@@ -429,7 +467,7 @@ impl Host {
             Some(slot) => {
                 let state = slot.lock();
                 if state.shape() != shape {
-                    return refuse(connection, Cause::Shape, OTHER_SHAPE);
+                    return refuse(connection, Cause::Shape, other_shape(&state, shape));
                 }
                 state.status()
             }
@@ -480,9 +518,8 @@ impl Host {
         silent.is_none()
     }
 
-    /// Copies the copy into a larger one, or into a smaller one if nothing was ever written behind its end: the way
-    /// back from a size that not all servers have. A thread does it, and answers. If that is only asked, nothing
-    /// changes.
+    /// Copies the copy into a larger one, or into a smaller one if its size was never agreed: the way back from a size
+    /// that not all servers have. A thread does it, and answers. If that is only asked, nothing changes.
     pub(super) fn grow(&self, connection: &Connection, shape: Shape, takes_over: bool, asked: Asked) {
         let slot = self.slot_or_unknown(shape);
         let mut state = slot.lock();
@@ -490,11 +527,9 @@ impl Host {
         if had.copies() != shape.copies() {
             return refuse(connection, Cause::Shape, "the volume has another number of copies here");
         }
-        if had.blocks() > shape.blocks() && asked != Asked::Back {
-            return refuse(connection, Cause::Shape, "the volume is larger here");
-        }
-        if state.has_written_from(shape.blocks()) {
-            return refuse(connection, Cause::Shape, "the volume is larger here, and has data behind this size");
+        let may_shrink = state.size().may_become(shape.blocks()) && !state.has_written_from(shape.blocks());
+        if had.blocks() > shape.blocks() && !may_shrink {
+            return refuse(connection, Cause::Shape, "the volume is larger here, and a writer has used it so");
         }
         if had != shape && !self.is_free(connection, &state, takes_over) {
             return;
@@ -525,7 +560,22 @@ impl Host {
         };
         state.begin_growth(self.exports());
         drop(state);
-        self.begin_growing(connection, slot, larger);
+        self.begin_growing(connection, slot, larger, None);
+    }
+
+    /// The command that has made the volume larger has written its size into its file.
+    fn agree(&self, connection: &Connection, shape: Shape) {
+        let Some(slot) = self.slot_of(shape.volume()) else {
+            return answer(connection, &Reply::Grown { is_there: false }, Bytes::new());
+        };
+        let mut state = slot.lock();
+        if state.shape() != shape {
+            return refuse(connection, Cause::Shape, OTHER_SHAPE);
+        }
+        match state.agree() {
+            Ok(()) => answer(connection, &Reply::Grown { is_there: state.is_there() }, Bytes::new()),
+            Err(done) => self.done(connection, done),
+        }
     }
 
     /// Forgets the copy, and removes its store.
@@ -570,7 +620,7 @@ impl Dispatcher for Host {
                 | Call::Remove { .. }
                 | Call::Grow { .. }
                 | Call::MayGrow { .. }
-                | Call::GoBack { .. }
+                | Call::Agree { .. }
                 | Call::Window { .. }
                 | Call::Offer { .. }),
             ) => self.of_server(connection, call),
@@ -612,6 +662,14 @@ const NO_STAGING: &str = "the server has as many writers as its memory for write
 
 pub(super) const OTHER_SHAPE: &str = "the volume has another size, or another number of copies, here: if it was made larger, \
      take its file from the host where it was, and run remora volume grow again if that was interrupted";
+
+/// Why a copy of another size is not shown.
+fn other_shape(state: &slot::State, shape: Shape) -> &'static str {
+    match state.opened_with(shape) {
+        Opened::GoesBack => "the copy has grown, and that was never agreed: the next writer has it go back",
+        _ => OTHER_SHAPE,
+    }
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

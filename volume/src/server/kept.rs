@@ -112,12 +112,13 @@ impl Stores {
         growth: &Growth<Folder>,
         earlier: &Kept,
         standing: Standing,
+        former: Option<u64>,
     ) -> Result<Kept, Failure> {
         let volume = growth.shape().volume();
         let number = getrandom::u64().unwrap_or_default();
         let full = |why: String| Failure::Full { path: self.root.path().display().to_string(), why };
         // Nothing counts yet: whatever fails here has changed nothing.
-        let made = growth.complete((number, self.root.boot()), &earlier.journal, standing);
+        let made = growth.complete((number, self.root.boot()), &earlier.journal, standing, former);
         let mut journal = made.map_err(|failure| full(failure.to_string()))?;
         let exchanged = self.root.exchange(volume, &earlier.files, growth.files());
         exchanged.map_err(|error| full(format!("two folders cannot change their names: {error}")))?;
@@ -191,6 +192,16 @@ impl Kept {
 
     pub(super) fn number(&self) -> u64 {
         self.number
+    }
+
+    /// The blocks before a growth that is not agreed.
+    pub(super) fn former(&self) -> Option<u64> {
+        self.journal.former()
+    }
+
+    /// The size is agreed: no later process goes back from it.
+    pub(super) fn agree(&mut self) -> Result<(), Failure> {
+        write_superblock(&*self.files, self.journal.next_superblock(|superblock| superblock.former = None))
     }
 
     /// Up to which version the copy is whole whatever happens.

@@ -159,7 +159,7 @@ pub enum Call {
         takes_over: bool,
     },
     /// Become the copy of a larger volume. Answered by [`super::Reply::Progress`] from time to time, and by
-    /// [`super::Reply::Grown`] at the end.
+    /// [`super::Reply::Grown`] at the end. A copy whose size was never agreed may become smaller so.
     Grow {
         /// The volume as it is to be.
         shape: Shape,
@@ -173,13 +173,11 @@ pub enum Call {
         /// Whether it could although a writer is at work.
         takes_over: bool,
     },
-    /// Become the copy of this smaller volume again, if nothing was ever written behind its end: not all servers have
-    /// grown. Answered as [`Call::Grow`].
-    GoBack {
-        /// The volume as it was, and is.
+    /// The size of this volume is agreed: no copy of it goes back to the former one. Answered by
+    /// [`super::Reply::Grown`].
+    Agree {
+        /// The volume as it is.
         shape: Shape,
-        /// Whether the copy goes back although a writer is at work.
-        takes_over: bool,
     },
     /// May this client, which only reads, read the copy's region? Answered by [`super::Reply::Attached`], without keys
     /// if there is no copy.
@@ -318,10 +316,9 @@ impl Call {
                 bool::put(takes_over, out)?;
                 24
             }
-            Call::GoBack { shape, takes_over } => {
+            Call::Agree { shape } => {
                 Shape::put(shape, out)?;
-                bool::put(takes_over, out)?;
-                25
+                26
             }
         })
     }
@@ -388,7 +385,8 @@ impl Call {
             22 => Call::Grow { shape: Shape::take(from)?, takes_over: bool::take(from)? },
             23 => Call::Look,
             24 => Call::MayGrow { shape: Shape::take(from)?, takes_over: bool::take(from)? },
-            25 => Call::GoBack { shape: Shape::take(from)?, takes_over: bool::take(from)? },
+            // 25 was to go back from a size, which 22 does too.
+            26 => Call::Agree { shape: Shape::take(from)? },
             kind => return Err(DecodeError::Kind(kind)),
         };
         reader.finish()?;

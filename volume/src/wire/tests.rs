@@ -106,7 +106,7 @@ fn calls() -> impl Strategy<Value = Call> {
         (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::Remove { shape, takes_over }),
         (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::Grow { shape, takes_over }),
         (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::MayGrow { shape, takes_over }),
-        (shapes(), any::<bool>()).prop_map(|(shape, takes_over)| Call::GoBack { shape, takes_over }),
+        shapes().prop_map(|shape| Call::Agree { shape }),
         Just(Call::Look),
         lend.prop_map(|(holder, since, run, with_blocks)| Call::Lend { holder, since, run, with_blocks }),
     ]

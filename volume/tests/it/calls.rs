@@ -231,7 +231,7 @@ pub fn calls_of_server(shape: Shape) -> Vec<(Call, usize)> {
         Call::Remove { shape, takes_over: true },
         Call::Grow { shape, takes_over: true },
         Call::MayGrow { shape, takes_over: true },
-        Call::GoBack { shape, takes_over: true },
+        Call::Agree { shape },
     ];
     calls.map(|call| (call, 0)).into()
 }

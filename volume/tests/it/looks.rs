@@ -41,6 +41,36 @@ fn looks(volume: &Volume) -> u64 {
     counts.here + counts.far
 }
 
+/// Pages of servers on this host that this process has mapped, in bytes.
+fn mapped_of_servers() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+/// What a client has read in the memory of this host is not its own: it counts for it only up to a bound, however much
+/// it reads.
+#[test]
+#[ignore = "long: make test-all"]
+fn the_memory_of_servers_counts_for_a_client_up_to_a_bound() {
+    const BLOCKS: u64 = 50_000;
+    let remotes = Remotes::new(BLOCKS);
+    let volume = Volume::open(remotes.shape, &remotes.addresses(), &reading(Reads::Here)).unwrap();
+    until("a copy is read without asking", || {
+        volume.read(0, 1).unwrap();
+        looks(&volume) > 0
+    });
+    let (before, own) = (volume.read_counts().here, mapped_of_servers());
+    let mut most = 0;
+    for first in (0..BLOCKS - 64).step_by(64) {
+        volume.read(first, 64).unwrap();
+        most = most.max(mapped_of_servers() - own.min(mapped_of_servers()));
+    }
+    assert!(volume.read_counts().here - before > BLOCKS / 64 / 2, "most of it is read in memory of this host");
+    // 64 MiB of blocks, their entries, and what one fault maps beside the page that was touched.
+    assert!((1 << 20..96 << 20).contains(&most), "{most} bytes of servers' memory");
+}
+
 #[test]
 #[ignore = "long: make test-all"]
 fn what_was_written_is_seen_in_the_memory_of_a_copy() {

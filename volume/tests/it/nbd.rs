@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use remora_lab::process::Process;
 use remora_lab::{Random, require, scratch};
+use remora_nbd::protocol::command;
 use remora_nbd::{Address, ServerOptions};
 use remora_volume::client::Volume;
 use remora_volume::nbd::VolumeServer;
@@ -337,4 +338,121 @@ fn write_a_lot(socket: &Path) -> std::thread::JoinHandle<()> {
         write.resize(write.len() + (1 << 20), 7);
         while stream.write_all(&write).is_ok() {} // until the server ends
     })
+}
+
+/// A client that asks for no block sizes, as old kernels and firmware are: it takes the first export, and whatever
+/// request it likes.
+struct Plain(UnixStream);
+
+impl Plain {
+    fn connect(socket: &Path) -> Plain {
+        use std::io::{Read, Write};
+        let mut stream = UnixStream::connect(socket).unwrap();
+        let mut said = [0; 18 + 8 + 2];
+        stream.read_exact(&mut said[..18]).unwrap();
+        stream.write_all(&[&3u32.to_be_bytes()[..], b"IHAVEOPT", &[0, 0, 0, 1, 0, 0, 0, 0]].concat()).unwrap();
+        stream.read_exact(&mut said[18..]).unwrap();
+        Plain(stream)
+    }
+
+    /// What a request reads, or its error.
+    fn ask(&mut self, command: u16, flags: u16, at: u64, length: usize, data: &[u8]) -> Result<Vec<u8>, u32> {
+        use std::io::{Read, Write};
+        let mut bytes = Vec::new();
+        let request = remora_nbd::request::Request { flags, command, cookie: 9, offset: at, length: length as u32 };
+        request.encode(&mut bytes);
+        bytes.extend_from_slice(data);
+        self.0.write_all(&bytes).unwrap();
+        let mut head = [0; 16];
+        self.0.read_exact(&mut head).unwrap();
+        let error = u32::from_be_bytes(head[4..8].try_into().unwrap());
+        let mut read = vec![0; if command == command::READ && error == 0 { length } else { 0 }];
+        self.0.read_exact(&mut read).unwrap();
+        if error == 0 { Ok(read) } else { Err(error) }
+    }
+}
+
+/// Clients beside each other, each with bytes of its own that begin and end within blocks: what one writes, zeroes and
+/// discards there undoes nothing of its neighbours, and is what a plain array of bytes has, through the loss of a server.
+#[test]
+fn clients_that_send_parts_of_blocks_find_what_an_array_of_bytes_has() {
+    const CLIENTS: usize = 4;
+    /// Some blocks and a part of one; the last one has an odd number of bytes.
+    const OWN: [usize; CLIENTS] = [512, 2 * 4096 + 512, 3 * 4096 + 1536, 4096 + 77];
+    let mut served = Served::new();
+    let Some(Address::Unix(socket)) = served.server.address().cloned() else { panic!("a unix socket") };
+    let seed = remora_lab::random::seed("parts of blocks");
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    let contents = std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..CLIENTS)
+            .map(|client| {
+                let from = 4096 * 7 + 512 + OWN[..client].iter().sum::<usize>();
+                let (socket, is_over) = (&socket, &is_over);
+                scope.spawn(move || {
+                    let (mut plain, mut random) = (Plain::connect(socket), Random::new(seed + client as u64));
+                    let mut has = vec![0; OWN[client]];
+                    for step in 0.. {
+                        if step >= 300 && is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                            break;
+                        }
+                        // Often at the ends, where neighbours are, and in whole sectors.
+                        let unit = if random.one_in(4) || client == CLIENTS - 1 { 1 } else { 512 };
+                        let at =
+                            if random.one_in(3) { 0 } else { random.below((has.len() / unit) as u64) as usize * unit };
+                        let most = (has.len() - at) / unit;
+                        let length =
+                            if random.one_in(3) { most } else { random.between(1, most as u64) as usize } * unit;
+                        let (offset, fua) = ((from + at) as u64, u16::from(random.one_in(8)));
+                        let part = at..at + length;
+                        match random.below(6) {
+                            0..=2 => {
+                                let data = random.bytes(length);
+                                plain.ask(command::WRITE, fua, offset, length, &data).unwrap();
+                                has[part].copy_from_slice(&data);
+                            }
+                            3 => {
+                                plain.ask(command::WRITE_ZEROES, fua, offset, length, &[]).unwrap();
+                                has[part].fill(0);
+                            }
+                            4 => {
+                                plain.ask(command::TRIM, fua, offset, length, &[]).unwrap();
+                                let (first, last) =
+                                    ((from + at).div_ceil(4096) * 4096, (from + at + length) / 4096 * 4096);
+                                if first < last {
+                                    has[first - from..last - from].fill(0);
+                                }
+                            }
+                            _ => {
+                                plain.ask(command::FLUSH, 0, 0, 0, &[]).unwrap();
+                                let read = plain.ask(command::READ, 0, offset, length, &[]).unwrap();
+                                assert!(read == has[part], "seed {seed}, client {client}, step {step}");
+                            }
+                        }
+                    }
+                    has
+                })
+            })
+            .collect();
+        served.remotes.kill(1);
+        until("its copy is left out", || served.server.volume().members().len() == 2);
+        served.remotes.restart(1);
+        until("every copy is whole again", || served.server.volume().members().len() == 3);
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        clients.into_iter().map(|client| client.join().unwrap()).collect::<Vec<_>>().concat()
+    });
+    let expected = [vec![0; 512], contents].concat();
+    let length = expected.len();
+    let mut plain = Plain::connect(&socket);
+    assert!(plain.ask(command::READ, 0, 4096 * 7, length, &[]).unwrap() == expected, "seed {seed}");
+    let behind = plain.ask(command::READ, 0, (4096 * 7 + length) as u64, 9000, &[]).unwrap();
+    assert!(behind.iter().all(|byte| *byte == 0), "nothing was written there");
+    // What reaches beyond the end is refused, whole blocks or not.
+    let end = BLOCKS * 4096;
+    assert!(plain.ask(command::WRITE, 0, end - 512, 512, &[7; 512]).is_ok());
+    assert_eq!(plain.ask(command::WRITE, 0, end - 512, 1024, &[7; 1024]), Err(28));
+    assert_eq!(plain.ask(command::READ, 0, end - 100, 101, &[]), Err(22));
+    assert_eq!(plain.ask(command::READ, 0, end - 1024, 1024, &[]).unwrap(), [[0; 512], [7; 512]].concat());
+    // Clients that ask are told of whole blocks.
+    let said = served.run("nbdinfo", &[&served.uri()]);
+    assert!(said.contains("block_size_minimum: 4096") && said.contains("block_size_preferred: 4096"), "{said}");
 }

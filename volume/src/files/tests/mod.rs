@@ -4,6 +4,7 @@
 mod directory;
 mod following;
 mod full;
+mod growing;
 mod image;
 mod memory;
 mod under_way;

@@ -3,15 +3,17 @@
 //!
 //! While it grows, the copy has no connections but those that ask how it stands, so no write changes it.
 
-use super::State;
+use super::{Done, State};
 use crate::disk::checkpoint::Batch;
 use crate::disk::files::Failure;
 use crate::message::Standing;
 use crate::server;
 use crate::server::exports::Exports;
 use crate::server::growing::{Beside, Larger};
+use crate::server::kept::Kept;
 use crate::server::scrubbing::Scrubbing;
 use crate::shape::{BLOCK_BYTES, Shape};
+use crate::size::{Opened, Size};
 use crate::store::Store;
 use crate::wire::Cause;
 
@@ -33,10 +35,42 @@ impl State {
         (first..store.layout().blocks()).any(|block| store.entry(block).is_none_or(|entry| entry.is_written()))
     }
 
+    /// Which size the copy has, and had.
+    pub(in crate::server) fn size(&self) -> Size {
+        Size::kept(self.shape.blocks(), self.former)
+    }
+
+    /// What a writer finds that opens the volume of this shape.
+    pub(in crate::server) fn opened_with(&self, shape: Shape) -> Opened {
+        if self.shape.copies() != shape.copies() {
+            return Opened::Other;
+        }
+        match self.size().opened_with(shape.blocks()) {
+            // It cannot have any: no writer was promised with the size that the copy has.
+            Opened::GoesBack if self.has_written_from(shape.blocks()) => Opened::Other,
+            opened => opened,
+        }
+    }
+
+    /// The size that the copy has is agreed. Durable at once: it is not changed often.
+    pub(in crate::server) fn agree(&mut self) -> Result<(), Done> {
+        if self.former.is_none() {
+            return Ok(());
+        }
+        let mut size = self.size();
+        size.agree();
+        self.former = size.former();
+        if let Some(Err(failure)) = self.kept.as_mut().map(Kept::agree) {
+            self.lose(&failure);
+            return Err(Done::Later);
+        }
+        Ok(())
+    }
+
     /// The volume has this shape, and no copy here.
     pub(in crate::server) fn reshape(&mut self, shape: Shape) {
         debug_assert!(self.store.is_none(), "a copy keeps its shape until all of its blocks were copied");
-        self.shape = shape;
+        (self.shape, self.former) = (shape, None);
     }
 
     /// Ends the connections, and lets none begin.
@@ -83,8 +117,9 @@ impl State {
     pub(in crate::server) fn complete_growth(&mut self, larger: Larger, exports: &Exports) -> Result<bool, Failure> {
         self.is_growing = false;
         let Some(store) = &self.store else { return Ok(false) };
+        let former = self.size().becomes(larger.store.shape().blocks()).former();
         if let (Some(Beside { stores, growth }), Some(kept)) = (&larger.beside, &self.kept) {
-            match stores.complete_growth(growth, kept, self.copy.standing()) {
+            match stores.complete_growth(growth, kept, self.copy.standing(), former) {
                 Ok(kept) => self.kept = Some(kept),
                 Err(failure @ Failure::Full { .. }) => return Err(failure),
                 Err(failure) => {
@@ -98,7 +133,7 @@ impl State {
             exports.revoke(region);
         }
         self.region = exports.export(larger.store.memory());
-        self.shape = larger.store.shape();
+        (self.shape, self.former) = (larger.store.shape(), former);
         (self.store, self.grant) = (Some(larger.store), Some(larger.grant));
         self.scrubbing = Scrubbing::new();
         self.say();

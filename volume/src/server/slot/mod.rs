@@ -25,6 +25,7 @@ use crate::message::{Holder, Standing};
 use crate::overlap::newest;
 use crate::server;
 use crate::shape::{BLOCK_BYTES, Shape};
+use crate::size::Size;
 use crate::store::{Damaged, Store, sums};
 use crate::version::Version;
 use crate::wire::{Call, Cause, MOST_BLOCKS, Mode, Reply, Room, Run, Status};
@@ -40,6 +41,8 @@ pub(super) struct Slot {
 /// What the lock guards.
 pub(super) struct State {
     shape: Shape,
+    /// The blocks that the copy had before a growth that is not agreed ([`crate::size`]).
+    former: Option<u64>,
     copy: Copy,
     /// `None`: this server has no copy, or has forgotten it.
     store: Option<Store>,
@@ -112,6 +115,7 @@ impl Slot {
         let answered = Pool::new(IDLE_BYTES);
         let state = State {
             shape,
+            former: None,
             copy,
             store,
             kept,
@@ -132,6 +136,7 @@ impl Slot {
         let slot = Slot::unknown(store.shape());
         let mut state = slot.lock();
         state.region = exports.export(store.memory());
+        state.former = Size::kept(state.shape.blocks(), kept.former()).former();
         (state.copy, state.store, state.grant, state.kept) = (copy, Some(store), Some(grant), Some(kept));
         state.say();
         drop(state);
@@ -311,7 +316,7 @@ impl State {
         self.kept = stores.map(|stores| stores.make(self.shape, standing)).transpose()?;
         self.region = exports.export(store.memory());
         (self.store, self.grant) = (Some(store), Some(grant));
-        self.scrubbing = Scrubbing::new();
+        (self.scrubbing, self.former) = (Scrubbing::new(), None);
         Ok(())
     }
 
@@ -362,7 +367,7 @@ impl State {
             | Call::Remove { .. }
             | Call::Grow { .. }
             | Call::MayGrow { .. }
-            | Call::GoBack { .. }
+            | Call::Agree { .. }
             | Call::Look => Ok(Done::Refused(Cause::Misuse, "not on this connection".into())),
         };
         self.say();
@@ -377,6 +382,9 @@ impl State {
         }
         let mut next = self.copy;
         next.promise(holder)?;
+        if let Err(done) = self.agree() {
+            return Ok(done);
+        }
         Ok(match self.commit(next, &[], &[]) {
             Ok(()) => self.once_durable(connection, holder, true, room),
             Err(done) => done,
