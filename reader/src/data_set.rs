@@ -113,7 +113,8 @@ impl DataSet {
         data_set
     }
 
-    /// Connects to the source again, or to the next one, and compares it with the data set before anything is asked for.
+    /// Connects to the source again, or to the next one, and compares it with the data set before anything is asked
+    /// for.
     pub async fn connect(
         &self,
         read: &ReadOptions,

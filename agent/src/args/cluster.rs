@@ -190,8 +190,8 @@ pub struct ClusterMigrateArgs {
     #[arg(long, help_heading = "What to do")]
     pub back: bool,
 
-    /// Take the old nodes out of the cluster, and empty them. The new ones must serve all shards. It sends CLUSTER FORGET
-    /// and CLUSTER RESET. With --back: the new ones, once the old ones serve all shards.
+    /// Take the old nodes out of the cluster, and empty them. The new ones must serve all shards. It sends CLUSTER
+    /// FORGET and CLUSTER RESET. With --back: the new ones, once the old ones serve all shards.
     #[arg(long, help_heading = "What to do")]
     pub forget: bool,
 
@@ -220,8 +220,8 @@ pub struct ClusterMigrateArgs {
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "The nodes")]
     pub stalled_after: Duration,
 
-    /// How long to wait for a cluster that is not well. The plan is refused then. A slot moves, a fail-over is under way,
-    /// or nodes have not heard of each other yet, for which they take up to half a cluster-node-timeout.
+    /// How long to wait for a cluster that is not well. The plan is refused then. A slot moves, a fail-over is under
+    /// way, or nodes have not heard of each other yet, for which they take up to half a cluster-node-timeout.
     #[arg(long, value_name = "TIME", default_value = "20s", value_parser = parse_duration, help_heading = "The nodes")]
     pub well_within: Duration,
 

@@ -392,8 +392,8 @@ pub struct LinkTlsArgs {
 #[derive(Clone, Debug, Default, Args)]
 pub struct MetricsArgs {
     /// Serve metrics for Prometheus at this address. `/metrics` has them, `/healthz` and `/readyz` the answers for
-    /// probes, and `/` a page for people. They name servers and replicas with their addresses, and hold no data; the port asks for
-    /// no password.
+    /// probes, and `/` a status page. They name servers and replicas with their addresses, and hold no data; the port
+    /// asks for no password.
     #[arg(long, value_name = "ADDR:PORT", value_parser = parse_listen, help_heading = "Metrics")]
     pub metrics: Option<SocketAddr>,
 }

@@ -306,6 +306,21 @@ fn in_short(option: Arg) -> Arg {
     }
 }
 
+/// The sentences of Rust's library about numbers do not say what is expected.
+pub(crate) fn in_our_words(text: &str) -> String {
+    let number = "expected a whole number";
+    let text = text
+        .replace("invalid digit found in string", number)
+        .replace("cannot parse integer from empty string", number)
+        .replace("number too large to fit in target type", "the number is too large")
+        .replace("number too small to fit in target type", "the number is too small");
+    let Some((before, range)) = text.split_once(" is not in ") else { return text };
+    let (range, after) = range.split_once('\n').unwrap_or((range, ""));
+    let Some((least, most)) = range.split_once("..=") else { return text };
+    let before = before.rsplit_once(": ").map_or(before, |(before, _)| before);
+    format!("{before}: expected a number from {least} to {most}\n{after}")
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -419,6 +434,23 @@ mod tests {
             let options: Vec<String> = options.iter().map(|option| format!("`{option}`")).collect();
             let row = format!("| {day} | {} |", options.join(", "));
             assert!(page.contains(&row), "the page lacks this row:\n{row}");
+        }
+    }
+
+    #[test]
+    fn numbers_that_are_none_are_refused_in_our_words() {
+        for (given, expected) in [
+            (
+                "error: x '--keys <N>': invalid digit found in string\n\nFor",
+                "x '--keys <N>': expected a whole number\n\nFor",
+            ),
+            (
+                "error: x '--lanes <N>': 0 is not in 1..=4\n\nFor",
+                "x '--lanes <N>': expected a number from 1 to 4\n\nFor",
+            ),
+            ("the server is not in cluster mode\n", "the server is not in cluster mode\n"),
+        ] {
+            assert!(in_our_words(given).contains(expected), "{}", in_our_words(given));
         }
     }
 }

@@ -40,7 +40,7 @@ pub use self::connections::{
 pub use self::fetch::{
     ClusterNodeArgs, FetchArgs, PassOnArgs, SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs,
 };
-pub(crate) use self::help::rare_of;
+pub(crate) use self::help::{in_our_words, rare_of};
 pub use self::inspect::{AskArgs, DevicesArgs, PlanArgs, PlannedSecurity, ProbeArgs, ReadArgs, ReadyArgs, StatusArgs};
 pub use self::migrate::{DigestUse, EndsArgs, MigrateArgs, SwitchArgs, VerifyArgs};
 pub(crate) use self::replica::SyncArgs;

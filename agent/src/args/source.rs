@@ -240,9 +240,10 @@ const SERVERS: Words<Beside, 2> =
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Snapshot")]
 pub struct TuneArgs {
-    /// Spare the snapshot the server's delay and compression. For the moment of the fork alone, the server neither waits
-    /// for more replicas (repl-diskless-sync-delay 0) nor compresses the snapshot (rdbcompression no). Both settings are put back as soon as the server has forked, and
-    /// also by the next source if this one is killed. The user needs +config|set.
+    /// Spare the snapshot the server's delay and compression. For the moment of the fork alone, the server neither
+    /// waits for more replicas (repl-diskless-sync-delay 0) nor compresses the snapshot (rdbcompression no). Both
+    /// settings are put back as soon as the server has forked, and also by the next source if this one is killed. The
+    /// user needs +config|set.
     #[arg(long, conflicts_with = "from_file")]
     pub tune_server: bool,
 

@@ -236,7 +236,7 @@ fn check(file: &Path) -> Result<(), Failure> {
             }
             Err(error) => {
                 wrong += 1;
-                let text = crate::commands::in_our_words(&error.to_string());
+                let text = crate::args::in_our_words(&error.to_string());
                 progress::say(&format!("remora {name}: {}", text.lines().next().unwrap_or_default()));
                 progress::say(&format!("  {}", words.origins(&text)));
             }

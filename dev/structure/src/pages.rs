@@ -9,7 +9,8 @@ use std::path::Path;
 
 use crate::links::{kind, walk};
 
-/// The bytes of all pages below `docs/`: what one person can read in an afternoon, and search without getting lost.
+/// The bytes of all pages below `docs/`, but for the site's contents: what one person can read in an afternoon, and
+/// search without getting lost.
 const DOCS_BYTES: usize = 350_000;
 
 /// The bytes of the README: some three screens.
@@ -44,7 +45,7 @@ pub(crate) fn check(root: &Path) -> io::Result<Vec<String>> {
         if is_readme && bytes > README_BYTES {
             broken.push(format!("{}: {bytes} bytes, and it may have {README_BYTES}", file.display()));
         }
-        of_docs += if is_readme { 0 } else { bytes };
+        of_docs += if is_readme || file == Path::new("docs/SUMMARY.md") { 0 } else { bytes };
     }
     if of_docs > DOCS_BYTES {
         broken.push(format!("docs: {of_docs} bytes in all, and they may have {DOCS_BYTES}: say each thing once"));

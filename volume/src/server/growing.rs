@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_messenger::Connection;
 
-use super::host::Host;
+use super::exports::Exports;
 use super::kept::Stores;
 use super::slot::Slot;
 use super::{Budget, Grant, answer, refuse};
@@ -83,7 +83,8 @@ pub(super) struct Growing {
 }
 
 impl Growing {
-    pub(super) fn run(self, host: &Host) {
+    /// `open`: opens the volume on the connection for the writer for which the copy goes back.
+    pub(super) fn run(self, exports: &Exports, open: impl FnOnce(&Connection, &Arc<Slot>, u64)) {
         let Growing { slot, larger, connection, opener, is_stopping } = self;
         let (mut first, mut told) = (0, Instant::now());
         loop {
@@ -106,12 +107,12 @@ impl Growing {
             }
         }
         let shape = larger.store.shape();
-        let done = slot.lock().complete_growth(larger, host.exports());
+        let done = slot.lock().complete_growth(larger, exports);
         match done {
             Ok(is_there) => {
                 tracing::info!(volume = %shape.volume(), blocks = shape.blocks(), "a copy has another size");
                 match opener {
-                    Some(writer) => host.go_on_to_open(&connection, &slot, writer),
+                    Some(writer) => open(&connection, &slot, writer),
                     None => answer(&connection, &Reply::Grown { is_there }, Bytes::new()),
                 }
             }

@@ -366,7 +366,7 @@ impl Host {
         let growing = Growing { slot: of_thread, larger, connection, opener, is_stopping };
         let begun = self.begin("volume-growing", client, move || {
             if let Some(host) = host {
-                growing.run(&host);
+                growing.run(host.exports(), |client, slot, writer| host.go_on_to_open(client, slot, writer));
             }
         });
         if !begun {
