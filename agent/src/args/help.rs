@@ -360,12 +360,12 @@ mod tests {
     fn the_usage_of_each_command_names_the_options_without_which_it_does_not_run() {
         for (command, options) in [
             ("source", &["<--server <URL>|--sentinel <HOST:PORT,…>>", "--token-file <FILE>"][..]),
-            ("replica", &["--server <URL>", "--source <HOST:PORT>", "--token-file <FILE>"]),
-            ("attend", &["--server <URL>", "--source <HOST:PORT>", "--token-file <FILE>"]),
-            ("backup", &["--source <HOST:PORT>", "--token-file <FILE>", "--to <DIR|URL>"]),
-            ("fetch", &["--source <HOST:PORT>", "--token-file <FILE>", "--to <FILE>"]),
-            ("status", &["--source <HOST:PORT>", "--token-file <FILE>"]),
-            ("probe", &["--source <HOST:PORT>", "--token-file <FILE>"]),
+            ("replica", &["--server <URL>", "--source <HOST:PORT", "--token-file <FILE>"]),
+            ("attend", &["--server <URL>", "--source <HOST:PORT", "--token-file <FILE>"]),
+            ("backup", &["--source <HOST:PORT", "--token-file <FILE>", "--to <DIR|URL>"]),
+            ("fetch", &["--source <HOST:PORT", "--token-file <FILE>", "--to <FILE>"]),
+            ("status", &["--source <HOST:PORT", "--token-file <FILE>"]),
+            ("probe", &["--source <HOST:PORT", "--token-file <FILE>"]),
         ] {
             let mut command = all_commands().into_iter().find(|known| known.get_name() == command).unwrap();
             let usage = command.render_usage().to_string();

@@ -173,7 +173,7 @@ fn what_is_not_there_is_named_with_what_to_do() {
     for (command, code, words) in [
         (&["status", "--source", "127.0.0.1:1", "--token-file", &missing][..], 3, "remora token new"),
         (&["status", "--source", "nowhere.invalid:7379", "--token-file", &token], 5, "the source nowhere.invalid:7379"),
-        (&["restore", &missing], 8, "No such file"),
+        (&["restore", &missing], 3, "No such file"),
         (&["restore", &folder.path().to_string_lossy()], 3, "name what remora backup --to named"),
         (&["module", "layout", "--program", "/bin/true"], 8, "give the program of a Redis or Valkey server"),
     ] {

@@ -294,7 +294,7 @@ fn roles_of_certificates_need_certificates() {
         says(&stage.end(&[&replica[..], &common].concat(), 2), &[option, "--security mtls"]);
     }
     let no_name = ["source", "--listen", "127.0.0.1:0", "--replica-name", "no name"];
-    says(&stage.end(&[&no_name[..], &common].concat(), 2), &["neither a DNS name nor an IP address"]);
+    says(&stage.end(&[&no_name[..], &common].concat(), 2), &["expected a DNS name or an IP address"]);
 }
 
 #[test]
