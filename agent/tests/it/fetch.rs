@@ -222,6 +222,40 @@ fn replicas_of_a_file_that_a_replica_has_saved_are_exact() {
     }
 }
 
+/// `--no-fork` is kept to the end: when the primary does not continue behind the file any more, replicas wait.
+#[test]
+fn a_source_of_a_file_has_the_primary_fork_at_no_time_with_no_fork() {
+    for kind in require::kinds() {
+        let server = quick(kind).config("repl-backlog-size", "16kb").start().unwrap();
+        fill(&server, 1, 1);
+        let writer = quick(kind).start().unwrap();
+        writer.replicate(&server).unwrap();
+        writer.wait_for_link(LONG).unwrap();
+        let stage = Stage::new();
+        let file = stage.path("dump.rdb");
+        saved(&writer, &file);
+        // Servers that follow the primary would ask it for full copies of their own below.
+        drop(writer);
+        let mut source = stage.source(&server.url(), &["--from-file", &file, "--no-fork"]);
+        source.wait_for_snapshot();
+        let joiner = quick(kind).start().unwrap();
+        source.replicate(&joiner, &[]);
+        assert_same_data(&server, &joiner);
+        drop(joiner);
+
+        source.agent.signal(Signal::STOP).unwrap();
+        server.client().unwrap().int(&["CLIENT", "KILL", "TYPE", "replica"]).unwrap();
+        write_past_the_backlog(&server);
+        source.agent.signal(Signal::CONT).unwrap();
+        source.agent.wait_for_event("stream_lost", LONG).unwrap();
+        let late = quick(kind).start().unwrap();
+        let said = ends(&mut source.replica(&late, &["--retry-for", "2s"]), 5);
+        says(&said, &["would not continue behind", &file]);
+        assert_eq!(late.client().unwrap().int(&["DBSIZE"]).unwrap(), 0);
+        assert_eq!(number(&server, "sync_full"), 1, "{kind}: the one of the server that has saved the file");
+    }
+}
+
 #[test]
 fn a_file_behind_which_the_primary_does_not_continue_is_refused_and_costs_it_nothing() {
     let server = quick(Kind::Redis7).config("repl-backlog-size", "16kb").start().unwrap();

@@ -234,8 +234,23 @@ impl Follower {
             self.has_reached_the_journal(&present)?;
             self.capture.plan.server = present;
         }
+        if self.capture.plan.no_fork {
+            self.is_continued(history)?;
+        }
         let link = self.capture.handshake(self.options(history))?;
         self.resume_over(link, history)
+    }
+
+    /// Fails if the server would answer the request with a snapshot, for which it would fork. It can lose the byte
+    /// between this question and the request: then it forks only if it does not wait for more replicas
+    /// (`repl-diskless-sync-delay 0`).
+    fn is_continued(&self, history: ReplId) -> Result<(), CaptureError> {
+        let server = &self.capture.plan.server;
+        let facts = self.capture.wait_for(async { Facts::read(&mut server.connect().await?).await })?;
+        facts.covers(history, self.journal.end_offset().saturating_sub(1), 0).map_err(|why| {
+            tracing::debug!(why, "the server would not continue the stream, and must not fork");
+            CaptureError::HistoryGone
+        })
     }
 
     /// Fails if another server of the group has not got as far as the journal: it would answer the request with a
