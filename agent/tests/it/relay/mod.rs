@@ -159,7 +159,7 @@ fn a_peer_lends_to_the_end(kind: Kind) {
     let mut first = source.replica(&servers[0], &[&FAR[..], &["--name", "first", "--stay"]].concat());
     first.wait_for_event("in_step", LONG).unwrap();
     let before = served(&source);
-    let limited = ["--name", "late", "--download-limit", "16MiB"];
+    let limited = ["--name", "late", "--download-limit", "4MiB"];
     let mut late = source.replica(&servers[1], &[&FAR[..], &limited].concat());
     wait_for_slots(&source, "late", 20);
     // The first is handed over, and continues only for the one that reads from it.
