@@ -171,13 +171,16 @@ fn a_source_of_another_data_set_is_not_gone_to() {
         let stage = Stage::new();
         let [one, other] = [1, 2].map(|seed| {
             let server = primary(kind).start().unwrap();
-            fill(&server, 4, seed);
+            fill(&server, 24, seed);
             server
         });
-        let (mut first, second) = (stage.source(&one.url(), &SLOWLY), stage.source(&other.url(), &["--no-shm"]));
+        let (mut first, second) = (
+            stage.source(&one.url(), &["--no-shm", "--upload-limit", "1MiB"]),
+            stage.source(&other.url(), &["--no-shm"]),
+        );
         let server = quick(kind).start().unwrap();
         let mut agent = replica(&stage, &server, &[first.address, second.address], &["--retry-for", "3s"]);
-        first.wait_for_slots(&mut agent, 8);
+        agent.wait_for_line("the server follows our link", LONG).unwrap(); // and waits for some 20 s of data
         first.agent.kill().unwrap();
         // Nothing passes between the server and the second source's.
         let said = ends(&mut agent, 5);
