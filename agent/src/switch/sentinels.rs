@@ -20,6 +20,7 @@ use super::orders::{Ready, Told};
 use crate::args::HostPort;
 use crate::exit::{Code, Failure};
 use crate::sentinel::{KnownReplica, Sentinels};
+use crate::server::ServerError;
 
 /// How long the Sentinels may take to see a priority: each of them asks its servers every ten seconds.
 const SEEN_LIMIT: Duration = Duration::from_secs(40);
@@ -67,8 +68,7 @@ impl Name {
     /// None answers, or one does not know the servers, or another replica must stay as good as the new one can be.
     pub(super) async fn look(sentinels: Sentinels, ready: &mut Ready) -> Result<Name, Failure> {
         let (old_run, new_run) = (run_of(&mut ready.old).await?, run_of(&mut ready.new).await?);
-        let priority = ready.new.command(&["CONFIG", "GET", PRIORITY]).await?;
-        let priority = priority.as_array().and_then(|pair| pair.get(1)?.as_str()?.parse().ok()).ok_or_else(|| {
+        let priority = priority_of(&mut ready.new).await?.ok_or_else(|| {
             Failure::refused(format!("{} does not tell its {PRIORITY} (CONFIG GET)", ready.new.url()))
         })?;
         let mut name = Name { sentinels, old_run, new_run, priority, needed: None, is_moved: false };
@@ -157,20 +157,23 @@ impl Name {
         ))
     }
 
-    /// Sets the priority back. Where the Sentinels had the server note its role meanwhile, it notes this too.
+    /// Sets the priority back, unless somebody has set another one meanwhile. Where the Sentinels had the server note
+    /// its role, it notes this too.
     pub(super) async fn set_back(&mut self, new: &mut Told, notes_it: bool) {
-        if self.needed.is_none() {
+        let Some(needed) = self.needed else { return };
+        // A Sentinel closes the connections of clients at the server that it promotes: the first one may be lost.
+        let mut now = priority_of(new).await;
+        if now.is_err() {
+            now = priority_of(new).await;
+        }
+        if now.as_ref().is_ok_and(|now| *now != Some(needed)) {
+            tracing::info!("{} has another {PRIORITY} by now, which stays", new.url());
             return;
         }
         let before = self.priority.to_string();
         let set = [&["CONFIG", "SET", PRIORITY, &before][..], &["CONFIG", "REWRITE"]];
         for words in &set[..if notes_it { 2 } else { 1 }] {
-            let done = match new.command(words).await {
-                // A Sentinel closes the connections of clients at the server that it promotes.
-                Err(error) if error.refusal().is_none() => new.command(words).await,
-                done => done,
-            };
-            match done {
+            match new.command(words).await {
                 Err(error) if words[1] == "SET" => {
                     tracing::warn!("{} still has {PRIORITY} {BEST} in place of {before}: {error}", new.url());
                 }
@@ -198,7 +201,7 @@ impl Name {
                 Err(error) => refusals.push(error.to_string()),
             }
         }
-        // Also where all have refused: one of them may have begun by itself.
+        // Every Sentinel may have refused because one has begun a fail-over by itself: the name moves then, too.
         let until = Instant::now() + MOVE_LIMIT;
         loop {
             let sees = self.ask().await;
@@ -259,6 +262,12 @@ impl Name {
             },
         }
     }
+}
+
+/// The priority that a server has now. `None`: it does not tell it.
+async fn priority_of(told: &mut Told) -> Result<Option<u64>, ServerError> {
+    let pair = told.command(&["CONFIG", "GET", PRIORITY]).await?;
+    Ok(pair.as_array().and_then(|pair| pair.get(1)?.as_str()?.parse().ok()))
 }
 
 async fn run_of(told: &mut Told) -> Result<String, Failure> {

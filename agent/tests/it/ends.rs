@@ -406,7 +406,7 @@ fn a_guard_waits_for_the_lock_of_the_agent_that_was_killed() {
             stats.get("total_connections_received").unwrap().parse::<u64>().unwrap()
         };
         let before = looks();
-        // The guard connects for each look, and for nothing else; nobody else connects any more.
+        // Each look of the guard is one connection, and no other program connects.
         wait_until("the guard to look again", LONG, || match looks() {
             connections if connections >= before + 3 => Ok(Ok(())),
             connections => Ok(Err(format!("{connections} connections after {before}"))),
