@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use remora_lab::contents::{Contents, differences};
 use remora_lab::server::{Builder, Program, wait_until};
 use remora_lab::{Agent, Client, Cluster, Host, Kind, Net, Server, require};
 use remora_redis::resp::Frame;
@@ -147,6 +148,48 @@ impl Scene {
         self.servers().for_each(|server| assert_eq!(number(server, "unexpected_error_replies"), 0));
     }
 
+    fn server(&mut self, number: usize) -> &mut Server {
+        match number.checked_sub(SHARDS) {
+            None => &mut self.cluster.shards[number].primary,
+            Some(node) => &mut self.nodes[node],
+        }
+    }
+
+    /// The one that follows this one, by their numbers.
+    fn replica_of(&self, primary: usize) -> usize {
+        let port = self.servers().nth(primary).unwrap().port().to_string();
+        self.servers().position(|server| server.fact("master_port").is_ok_and(|at| at == port)).unwrap()
+    }
+
+    /// Kills a primary. Its replica takes its place with all its data, and the cluster takes writes.
+    #[track_caller]
+    fn replaces_by_a_vote(&mut self, primary: usize) {
+        let replica = self.replica_of(primary);
+        let of = |server: &Server| {
+            let mut client = server.client()?;
+            client.ok(&["READONLY"])?;
+            Contents::of(&mut client)
+        };
+        let before = wait_until("the replica to have all", LONG, || {
+            let (before, its) = (of(self.servers().nth(primary).unwrap())?, of(self.servers().nth(replica).unwrap())?);
+            Ok(if differences(&before, &its, 1).is_empty() { Ok(before) } else { Err(format!("{} keys", its.len())) })
+        })
+        .unwrap();
+        self.server(primary).kill().unwrap();
+        let next = self.servers().nth(replica).unwrap();
+        wait_until("the vote", LONG, || {
+            let role = next.fact("role")?;
+            Ok(if role == "master" { Ok(()) } else { Err(format!("it is a {role}")) })
+        })
+        .unwrap();
+        let after = of(next).unwrap();
+        assert!(before.len() > 100, "{} keys", before.len());
+        assert_eq!(differences(&before, &after, 20), Vec::<String>::new());
+        let writer = Writer::beside(self.servers().filter(|server| server.client().is_ok()));
+        writer.wait_for(WRITES);
+        writer.stop();
+    }
+
     fn is_alone(node: &Server) -> bool {
         node.client().unwrap().text(&["CLUSTER", "NODES"]).unwrap().lines().count() == 1
     }
@@ -211,7 +254,11 @@ struct Writer {
 
 impl Writer {
     fn start(scene: &Scene) -> Writer {
-        let mut follower = Follower::new(scene.servers());
+        Writer::beside(scene.servers())
+    }
+
+    fn beside<'a>(servers: impl Iterator<Item = &'a Server>) -> Writer {
+        let mut follower = Follower::new(servers);
         let (stop, count) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (told, counts) = (Arc::clone(&stop), Arc::clone(&count));
         let thread = std::thread::spawn(move || {
@@ -390,6 +437,45 @@ fn a_run_that_is_killed_anywhere_goes_on_when_it_is_started_again() {
     }
     let troubles = writer.stop();
     assert!(troubles.is_empty(), "{:?}", &troubles[..troubles.len().min(5)]);
+}
+
+/// While both families serve, a primary dies twice: an old one, in whose place its new node is voted, and then a new one,
+/// in whose place its old node is.
+#[test]
+#[ignore = "long: make test-all"]
+fn a_primary_that_dies_between_the_families_is_replaced_by_a_vote() {
+    let Some((redis, valkey)) = both() else { return };
+    let Some(mut scene) = Scene::of_kinds(redis, valkey) else { return };
+    dies_between_the_families(&mut scene);
+}
+
+fn dies_between_the_families(scene: &mut Scene) {
+    let writer = Writer::start(scene);
+    let mut run = scene.start(&["--yes"]);
+    // The first shard is served by its new node, and the others by the old ones.
+    run.wait_for_line("serves", LONG).unwrap();
+    run.kill().unwrap();
+    writer.wait_for(WRITES);
+    // What no replica has when its primary dies is lost by any vote, so nothing is written then.
+    let troubles = writer.stop();
+    assert!(troubles.is_empty(), "{troubles:?}");
+    let serves = |scene: &Scene, number: usize| scene.servers().nth(number).unwrap().fact("role").unwrap() == "master";
+    let new = (SHARDS..2 * SHARDS).find(|number| serves(scene, *number)).unwrap();
+    let old = (0..SHARDS).find(|number| serves(scene, *number)).unwrap();
+    scene.replaces_by_a_vote(old);
+    // Started again without its data, it asks the new primary for a full copy that it cannot read.
+    scene.server(old).restart().unwrap();
+    let place = scene.server(old).address().to_string();
+    wait_until("the plan to name it", LONG, || {
+        let said = scene.end(&["--dry-run"], 0);
+        Ok(if said.contains(&format!("{place} does not follow")) { Ok(()) } else { Err(said) })
+    })
+    .unwrap();
+    scene.server(old).kill().unwrap();
+    scene.end(&["--yes"], 0);
+    let roles: Vec<String> = scene.nodes.iter().map(|node| node.fact("role").unwrap()).collect();
+    assert_eq!(roles, ["master"; SHARDS]);
+    scene.replaces_by_a_vote(new);
 }
 
 /// With servers that the set-up of the other tests does not have.

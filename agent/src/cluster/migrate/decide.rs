@@ -63,6 +63,18 @@ pub(super) struct Shard {
 }
 
 impl Shard {
+    /// Why a replica does not follow.
+    pub(super) fn late(&self, node: &Node) -> Option<String> {
+        let why = node.behind.as_ref().filter(|_| !node.is_lost)?;
+        let hint = match (self.primary.side, node.side) {
+            (Side::New, Side::Old) => {
+                "; it cannot read the new one's snapshots: without its data, keep it stopped, or start `remora attend --convert` beside it"
+            }
+            _ => "",
+        };
+        Some(format!("{} does not follow {}: {why}{hint}", node.place, self.primary.place))
+    }
+
     /// The replica of this side that can take it.
     pub(super) fn candidate(&self, side: Side) -> Option<&Node> {
         self.replicas.iter().find(|node| node.side == side && node.is_in_step())
@@ -169,10 +181,8 @@ fn take_over(goal: Goal, seen: &Seen, past: &Past) -> Step {
     let (done, left): (Vec<_>, Vec<_>) =
         seen.shards.iter().enumerate().partition(|(_, shard)| shard.primary.side == goal.to);
     for (_, shard) in &done {
-        for node in shard.replicas.iter().filter(|node| !node.is_lost) {
-            if let Some(why) = &node.behind {
-                return Step::Wait(format!("{} does not follow {}: {why}", node.place, shard.primary.place));
-            }
+        if let Some(late) = shard.replicas.iter().find_map(|node| shard.late(node)) {
+            return Step::Wait(late);
         }
     }
     let mut ready = Vec::new();
@@ -188,12 +198,9 @@ fn take_over(goal: Goal, seen: &Seen, past: &Past) -> Step {
             Some(node) => ready.push((number, shard, node)),
             None if goal.to == Side::New && !past.has_copied => return Step::Copy,
             None => {
-                let behind = shard.replicas.iter().find(|node| node.side == goal.to && !node.is_lost);
-                return match behind {
-                    Some(node) => {
-                        let why = node.behind.as_deref().unwrap_or_default();
-                        Step::Wait(format!("{} does not follow {}: {why}", node.place, shard.primary.place))
-                    }
+                let mut of_side = shard.replicas.iter().filter(|node| node.side == goal.to);
+                return match of_side.find_map(|node| shard.late(node)) {
+                    Some(late) => Step::Wait(late),
                     None if goal.to == Side::New => {
                         Step::Wait(format!("no new node is known to follow {}", shard.primary.place))
                     }

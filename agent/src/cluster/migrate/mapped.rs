@@ -78,8 +78,7 @@ impl Map {
                 None => "follows it".into(),
             };
         }
-        let lost = seen.nodes().filter(|node| node.is_lost).map(|node| format!("{} is lost", node.place));
-        let mut notes: Vec<String> = lost.collect();
+        let mut notes = absent(seen);
         let members = survey.members().filter_map(|member| member.facts.as_ref().ok());
         if clashes(members.chain(newcomers.iter().map(|newcomer| &newcomer.facts))) {
             notes.push(
@@ -100,7 +99,7 @@ impl Map {
         }
         let leaves = seen.nodes().filter(|node| goal.forget && node.side != goal.to);
         let leave = leaves.map(|node| node.place.to_string()).collect();
-        Map { shards: planned, settings: missing(seen), leave, notes: Vec::new() }
+        Map { shards: planned, settings: missing(seen), leave, notes: absent(seen) }
     }
 
     pub(super) fn table(&self) -> String {
@@ -122,6 +121,13 @@ impl Map {
         }
         text
     }
+}
+
+/// The nodes that are lost, or do not follow.
+fn absent(seen: &Seen) -> Vec<String> {
+    let lost = seen.nodes().filter(|node| node.is_lost).map(|node| format!("{} is lost", node.place));
+    let late = seen.shards.iter().flat_map(|shard| shard.replicas.iter().filter_map(|node| shard.late(node)));
+    lost.chain(late).collect()
 }
 
 fn missing(seen: &Seen) -> Vec<Setting> {
