@@ -76,6 +76,8 @@ pub enum Mutation {
     ForgottenRoleLeft,
     /// What a former switch has sent is carried out while another one goes on.
     PredecessorHeard,
+    /// A switch makes an old primary one again that another switch has taken over.
+    MarkIgnored,
 }
 
 thread_local! {

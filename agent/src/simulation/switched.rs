@@ -20,7 +20,7 @@ use remora_redis::ReplId;
 
 use crate::server::{Backlog, Facts, Link, Role};
 use crate::switch::exchange::{
-    Answer, End, Exchange, Follower, NOWHERE, Open, Order, Position, Seen, Side, Step, Why, closes_predecessors,
+    Answer, End, Exchange, Follower, Mark, NOWHERE, Open, Order, Position, Seen, Side, Step, Why, closes_predecessors,
 };
 use crate::switch::look::{Standing, judge};
 
@@ -45,7 +45,10 @@ const RUNS_UNTIL: u64 = 400 * SECOND;
 
 /// Who is connected: the two servers by their numbers, and these.
 const AGENT: usize = 2;
-const CLIENT: usize = 3;
+const CLIENT: usize = AGENT + AGENTS;
+
+/// Agents that may be at work at the same time, on hosts of their own.
+const AGENTS: usize = 2;
 
 const OLD: usize = 0;
 const NEW: usize = 1;
@@ -58,6 +61,8 @@ struct Server {
     is_primary: bool,
     /// It follows the other one.
     follows: bool,
+    /// The mark of the run that had it step down last.
+    mark: Mark,
     /// What its configuration file says of that.
     starts_as_primary: bool,
     history: u64,
@@ -80,7 +85,9 @@ impl Server {
 
     fn seen(&self) -> Seen {
         let role = if self.is_primary { Role::Primary } else { Role::Replica };
-        Seen { role: Some(role), at: Some(self.position()), is_linked: !self.is_primary && self.link.is_some() }
+        let (is_linked, mark) =
+            (!self.is_primary && self.link.is_some(), (!self.is_primary && !self.follows).then_some(self.mark));
+        Seen { role: Some(role), at: Some(self.position()), is_linked, mark, by: 0 }
     }
 }
 
@@ -138,12 +145,12 @@ enum Happens {
     PauseEnds(usize),
     Fault,
     Heals(usize, usize),
-    AgentRuns,
+    AgentRuns(usize),
     Waited(u64),
     Unanswered(u64),
     /// A run that stood still sends its order.
     Sends(u64, Order),
-    Signal,
+    Signal(usize),
     Sentinel,
     SentinelCorrects,
     Over,
@@ -153,6 +160,8 @@ enum Happens {
 #[derive(Clone, Copy, Debug)]
 struct Connection {
     id: u64,
+    /// The agent.
+    from: usize,
     /// The run of the server that has accepted it.
     to_run: u64,
 }
@@ -160,6 +169,7 @@ struct Connection {
 /// One call of the command.
 struct Run {
     exchange: Option<Exchange>,
+    mark: Mark,
     looked: [bool; 2],
     /// What the last step waits for.
     token: u64,
@@ -171,6 +181,8 @@ struct Run {
     troubled_at: Option<u64>,
     /// Its last order to release the pause was answered.
     released: bool,
+    /// Another one was at work meanwhile, and may be ahead of what it says at its end.
+    is_disturbed: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -192,7 +204,9 @@ pub(super) struct World {
     every: u64,
     acknowledged: Vec<u64>,
     last_acknowledged: u64,
-    run: Option<Run>,
+    /// Of two agents, of which the second one is there in some schedules only.
+    runs: [Option<Run>; AGENTS],
+    marks: Mark,
     runs_after_faults: u32,
     is_over: bool,
     faults_until: u64,
@@ -238,6 +252,7 @@ impl World {
             run: 0,
             is_primary,
             follows: !is_primary,
+            mark: 0,
             starts_as_primary: is_primary,
             history: 1,
             former: None,
@@ -265,7 +280,8 @@ impl World {
             every,
             acknowledged: Vec::new(),
             last_acknowledged: 0,
-            run: None,
+            runs: [const { None }; AGENTS],
+            marks: 0,
             runs_after_faults: 0,
             is_over: false,
             faults_until,
@@ -283,7 +299,11 @@ impl World {
         (0..2).for_each(|client| world.after(1 + client as u64, Happens::Writes(client)));
         world.after(SECOND, Happens::Pings);
         let begins = world.draw.below(200 * MILLI);
-        world.after(begins, Happens::AgentRuns);
+        world.after(begins, Happens::AgentRuns(0));
+        if world.draw.below(3) == 0 {
+            let delay = begins + world.either(2, 20 * MILLI, 2 * SECOND);
+            world.after(delay, Happens::AgentRuns(1));
+        }
         if world.draw.below(4) != 0 {
             let delay = begins + world.draw.below(50 * MILLI);
             world.after(delay, Happens::Fault);
@@ -342,18 +362,19 @@ impl World {
             Happens::PauseEnds(server) => self.serves_waiting(server),
             Happens::Fault => self.fault(),
             Happens::Heals(one, other) => _ = self.cut_until.remove(&(one, other)),
-            Happens::AgentRuns => self.agent_runs(),
+            Happens::AgentRuns(agent) => self.agent_runs(agent),
             Happens::Waited(token) => self.hears(token, Answer::Waited),
             Happens::Unanswered(token) => self.is_unanswered(token),
             Happens::Sends(token, order) => self.orders(token, order),
-            Happens::Signal => {
-                if let Some(exchange) = self.run.as_mut().and_then(|run| run.exchange.as_mut()) {
+            Happens::Signal(agent) => {
+                if let Some(exchange) = self.runs[agent].as_mut().and_then(|run| run.exchange.as_mut()) {
                     exchange.signal();
                     self.count("a signal");
                 }
             }
             Happens::Sentinel => self.sentinel_promotes(),
             Happens::SentinelCorrects => self.sentinel_corrects(),
+            Happens::Over if self.runs.iter().any(Option::is_some) => self.after(SECOND, Happens::Over),
             Happens::Over => self.is_over = true,
         }
     }
@@ -582,13 +603,17 @@ impl World {
     fn is_told(&mut self, at: usize, connection: Connection, token: u64, order: Order) {
         let server = &mut self.servers[at];
         if connection.to_run != server.run || connection.id < server.fence {
+            // The server's system answers that there is no such connection, if it can be heard.
+            if self.draw.below(2) == 0 {
+                self.after(500, Happens::Unanswered(token));
+            }
             return self.count("an order dies with its connection");
         }
         if closes_predecessors() {
             server.fence = connection.id;
         }
         let answer = match order {
-            Order::Look(_) => Answer::Seen(server.seen()),
+            Order::Look(_) => Answer::Seen(Seen { by: connection.id, ..server.seen() }),
             Order::Pause => {
                 server.paused_until = server.paused_until.max(self.now + MAX_PAUSE);
                 let delay = server.paused_until - self.now;
@@ -600,13 +625,12 @@ impl World {
                 self.serves_waiting(at);
                 Answer::Done
             }
-            Order::StepDown => {
-                let held = server.position();
-                if server.is_primary {
-                    self.becomes_replica(at, false);
-                    self.notes(at);
-                }
-                Answer::SteppedDown(Some(held))
+            Order::StepDown(mark) => {
+                let before = server.seen();
+                server.mark = mark;
+                self.becomes_replica(at, false);
+                self.notes(at);
+                Answer::SteppedDown(before)
             }
             Order::Follow => {
                 self.becomes_replica(at, true);
@@ -624,17 +648,23 @@ impl World {
         if !matches!(order, Order::Look(_)) {
             self.note(&format!("{order:?} is carried out at {at}, at {}", self.servers[at].log.len()));
         }
-        let facts = self.run.as_ref().is_some_and(|run| run.exchange.is_none());
-        self.sends(at, AGENT, What::Answer { token, answer, facts });
+        let facts =
+            self.whose(token).and_then(|agent| self.runs[agent].as_ref()).is_some_and(|run| run.exchange.is_none());
+        self.sends(at, connection.from, What::Answer { token, answer, facts });
     }
 
     // The agent.
 
-    fn agent_runs(&mut self) {
-        if self.run.is_some() {
+    /// The agent that waits for the answer with this token.
+    fn whose(&self, token: u64) -> Option<usize> {
+        self.runs.iter().position(|run| run.as_ref().is_some_and(|run| run.token == token))
+    }
+
+    fn agent_runs(&mut self, who: usize) {
+        if self.runs[who].is_some() {
             return;
         }
-        if self.now > self.faults_until + SECOND && self.cut_until.is_empty() {
+        if who == 0 && self.now > self.faults_until + SECOND && self.cut_until.is_empty() {
             self.runs_after_faults += 1;
             if self.runs_after_faults > MOST_RUNS {
                 if !self.excused {
@@ -649,8 +679,11 @@ impl World {
         self.next += 1;
         let token = self.next;
         let (exchange, looked) = (None, [false; 2]);
-        self.run = Some(Run {
+        self.marks += 1;
+        let mark = self.marks;
+        self.runs[who] = Some(Run {
             exchange,
+            mark,
             looked,
             token,
             waits_for,
@@ -659,10 +692,15 @@ impl World {
             dies_at,
             troubled_at,
             released: false,
+            is_disturbed: false,
         });
+        if self.runs.iter().all(Option::is_some) {
+            self.count("two switches at the same time");
+            self.runs.iter_mut().flatten().for_each(|run| run.is_disturbed = true);
+        }
         if self.draw.below(10) == 0 {
             let delay = self.draw.below(10 * MILLI);
-            self.after(delay, Happens::Signal);
+            self.after(delay, Happens::Signal(who));
         }
         self.after(ANSWER_LIMIT, Happens::Unanswered(token));
         for side in [Side::Old, Side::New] {
@@ -673,26 +711,32 @@ impl World {
     /// Sends an order, over a new connection if there is none. Returns whether the server can be reached at all.
     fn tells(&mut self, token: u64, order: Order) -> bool {
         let at = usize::from(order.to() == Side::New);
-        let (run, is_up, is_cut) = (self.servers[at].run, self.servers[at].is_up, self.cut(AGENT, at).is_some());
+        let Some(who) = self.whose(token) else { return false };
+        let from = AGENT + who;
+        let (run, is_up, is_cut) = (self.servers[at].run, self.servers[at].is_up, self.cut(from, at).is_some());
         self.next += 1;
         let id = self.next;
-        let Some(agent) = &mut self.run else { return false };
+        let Some(agent) = &mut self.runs[who] else { return false };
         let connection = match agent.connections[at] {
             Some(connection) if connection.to_run == run && is_up => connection,
-            _ if is_up && !is_cut => *agent.connections[at].insert(Connection { id, to_run: run }),
+            _ if is_up && !is_cut && !order.changes_a_role() => {
+                *agent.connections[at].insert(Connection { id, from, to_run: run })
+            }
             _ => {
                 agent.connections[at] = None;
                 return false;
             }
         };
-        self.sends(AGENT, at, What::Order { connection, token, order });
+        self.sends(from, at, What::Order { connection, token, order });
         true
     }
 
     /// Both servers have been looked at, or one of them has.
     fn looks_on(&mut self, token: u64, from: usize, _: Answer) {
-        let Some(run) = self.run.as_mut().filter(|run| run.token == token && run.exchange.is_none()) else { return };
+        let Some(who) = self.whose(token) else { return };
+        let Some(run) = self.runs[who].as_mut().filter(|run| run.exchange.is_none()) else { return };
         run.looked[from] = true;
+        let mark = run.mark;
         if run.looked != [true; 2] {
             return;
         }
@@ -701,30 +745,30 @@ impl World {
         let standing = judge(&old, &new, old_follows);
         let limit = Duration::from_micros(MAX_PAUSE);
         let (exchange, step) = match standing {
-            Standing::Ready => Exchange::begin(self.instant(), limit),
+            Standing::Ready => Exchange::begin(self.instant(), limit, mark),
             Standing::Between => {
                 self.count("a run goes on where another has ended");
-                Exchange::resume(self.instant(), limit)
+                Exchange::resume(self.instant(), limit, mark)
             }
             Standing::Switched => {
                 self.count("it is done already");
-                return self.is_done();
+                return self.is_done(who);
             }
             Standing::Refused(_) | Standing::Later(_) => {
                 self.count("a run is refused");
-                return self.runs_again();
+                return self.runs_again(who);
             }
         };
-        if let Some(run) = &mut self.run {
+        if let Some(run) = &mut self.runs[who] {
             run.exchange = Some(exchange);
         }
-        self.steps(step);
+        self.steps(who, step);
     }
 
     fn facts(&self, at: usize) -> Facts {
         let server = &self.servers[at];
         let seen = server.seen();
-        let (host, port) = if server.follows { ("other", 6379) } else { NOWHERE };
+        let (host, port) = if server.follows { ("other", 6379) } else { (NOWHERE, server.mark) };
         let link = Link { host: host.into(), port, up: Some(seen.is_linked), syncing: Some(false) };
         Facts {
             role: seen.role,
@@ -738,10 +782,10 @@ impl World {
         }
     }
 
-    fn steps(&mut self, step: Step) {
+    fn steps(&mut self, who: usize, step: Step) {
         self.next += 1;
         let token = self.next;
-        let Some(run) = &mut self.run else { return };
+        let Some(run) = &mut self.runs[who] else { return };
         (run.token, run.waits_for) = (token, None);
         match step {
             Step::Wait(time) => {
@@ -752,19 +796,19 @@ impl World {
                 run.orders += 1;
                 (run.waits_for, run.released) = (Some(order), false);
                 let (dies, is_troubled) = (run.dies_at == Some(run.orders), run.troubled_at == Some(run.orders));
-                if is_troubled && self.trouble(order, token) {
+                if is_troubled && self.trouble(who, order, token) {
                     return;
                 }
                 let lasts = MAX_PAUSE + self.draw.below(SECOND);
                 match (order, self.theme) {
                     // The new server cannot be reached from when the old one has stepped down, or when it is promoted.
-                    (Order::StepDown, 0) | (Order::Promote, 1) => {
+                    (Order::StepDown(_), 0) | (Order::Promote, 1) => {
                         self.theme = u64::MAX;
-                        self.cuts_for(NEW, AGENT, lasts);
+                        self.cuts_for(NEW, AGENT + who, lasts);
                     }
                     // The pause is over before the old one steps down, and the new one does not get what is written
                     // then.
-                    (Order::StepDown, 2) => {
+                    (Order::StepDown(_), 2) => {
                         self.theme = u64::MAX;
                         self.cuts_for(OLD, NEW, lasts * 2);
                         return self.after(lasts, Happens::Sends(token, order));
@@ -777,38 +821,39 @@ impl World {
                     (Order::Follow, 4) => {
                         self.theme = u64::MAX;
                         self.crashes(NEW);
-                        return self.dies();
+                        return self.dies(who);
                     }
                     _ => {}
                 }
                 // What is on its way then arrives when another run has begun.
-                let dies = dies || (order == Order::TakeBack && self.is_lost_in_a_cut());
+                let dies = dies || (order == Order::TakeBack && self.is_lost_in_a_cut(who));
                 if dies && self.draw.below(2) == 0 {
-                    return self.dies();
+                    return self.dies(who);
                 }
                 self.orders(token, order);
                 if dies {
-                    self.dies();
+                    self.dies(who);
                 }
             }
             Step::End(end) => {
                 self.note(&format!("{end:?}"));
-                self.reports(end);
+                self.reports(who, end);
                 match end {
-                    End::Switched { .. } => self.is_done(),
+                    End::Switched { .. } => self.is_done(who),
                     // What the two hold cannot be compared any more: the command says so, and an operator decides.
                     End::Open(Open::Apart) if self.began_another || self.excused => {
                         self.excused = true;
+                        self.runs[who] = None;
                         self.after(0, Happens::Over);
                     }
-                    _ => self.runs_again(),
+                    _ => self.runs_again(who),
                 }
             }
         }
     }
 
     fn orders(&mut self, token: u64, order: Order) {
-        if self.run.as_ref().is_none_or(|run| run.token != token) {
+        if self.whose(token).is_none() {
             return;
         }
         let is_sent = self.tells(token, order);
@@ -818,7 +863,7 @@ impl World {
     }
 
     /// Something befalls a run just before it sends an order. Returns whether the order is sent later.
-    fn trouble(&mut self, order: Order, token: u64) -> bool {
+    fn trouble(&mut self, who: usize, order: Order, token: u64) -> bool {
         let at = usize::from(order.to() == Side::New);
         match self.draw.below(8) {
             0 => self.crashes(at),
@@ -831,60 +876,66 @@ impl World {
                 return true;
             }
             4 => self.cuts(OLD, NEW),
-            _ => self.cuts(at, AGENT),
+            _ => self.cuts(at, AGENT + who),
         }
         false
     }
 
-    fn is_lost_in_a_cut(&mut self) -> bool {
+    fn is_lost_in_a_cut(&mut self, who: usize) -> bool {
         let is_lost = self.now <= self.faults_until + 4 * SECOND && self.draw.below(2) == 0;
         if is_lost {
-            self.cuts(OLD, AGENT);
+            self.cuts(OLD, AGENT + who);
         }
         is_lost
     }
 
     fn hears(&mut self, token: u64, answer: Answer) {
         let now = self.instant();
-        let Some(run) = self.run.as_mut().filter(|run| run.token == token) else { return };
+        let Some(who) = self.whose(token) else { return };
+        let Some(run) = &mut self.runs[who] else { return };
         run.released = run.waits_for == Some(Order::Release) && answer == Answer::Done;
         if let Some(exchange) = &mut run.exchange {
             let step = exchange.next(now, answer);
-            self.steps(step);
+            self.steps(who, step);
         }
     }
 
     fn is_unanswered(&mut self, token: u64) {
-        let Some(run) = self.run.as_mut().filter(|run| run.token == token) else { return };
+        let Some(who) = self.whose(token) else { return };
+        let Some(run) = &mut self.runs[who] else { return };
         match run.waits_for {
             Some(order) => {
                 run.connections[usize::from(order.to() == Side::New)] = None;
                 self.count("an order gets no answer");
                 self.hears(token, Answer::Lost);
             }
-            None => self.runs_again(),
+            None => self.runs_again(who),
         }
     }
 
-    fn dies(&mut self) {
+    fn dies(&mut self, who: usize) {
         self.count("the agent is killed");
-        self.runs_again();
+        self.runs_again(who);
     }
 
-    fn runs_again(&mut self) {
-        self.run = None;
-        let delay = MILLI + self.draw.below(SECOND);
-        self.after(delay, Happens::AgentRuns);
-    }
-
-    fn is_done(&mut self) {
-        self.run = None;
-        if self.now < self.faults_until {
-            return self.runs_again();
+    fn runs_again(&mut self, who: usize) {
+        self.runs[who] = None;
+        if who == 0 || self.now < self.faults_until {
+            let delay = MILLI + self.draw.below(SECOND);
+            self.after(delay, Happens::AgentRuns(who));
         }
-        // A link that was cut before the last fault may be away for longer.
-        let links = self.cut_until.values().max().map_or(0, |until| until.saturating_sub(self.now));
-        self.after(links + SETTLES, Happens::Over);
+    }
+
+    fn is_done(&mut self, who: usize) {
+        self.runs[who] = None;
+        if self.now < self.faults_until {
+            return self.runs_again(who);
+        }
+        if who == 0 {
+            // A link that was cut before the last fault may be away for longer.
+            let links = self.cut_until.values().max().map_or(0, |until| until.saturating_sub(self.now));
+            self.after(links + SETTLES, Happens::Over);
+        }
     }
 
     // Faults.
@@ -899,7 +950,8 @@ impl World {
             0 => self.crashes(OLD),
             1 => self.crashes(NEW),
             _ => {
-                let pairs = [(OLD, NEW), (OLD, AGENT), (NEW, AGENT), (OLD, CLIENT), (NEW, CLIENT)];
+                let agent = AGENT + usize::from(self.draw.below(4) == 0);
+                let pairs = [(OLD, NEW), (OLD, agent), (NEW, agent), (OLD, CLIENT), (NEW, CLIENT)];
                 let (one, other) = pairs[self.draw.below(5) as usize];
                 self.cuts(one, other);
             }
@@ -947,9 +999,10 @@ impl World {
     }
 
     /// What a run says at its end is true.
-    fn reports(&mut self, end: End) {
+    fn reports(&mut self, who: usize, end: End) {
         let [old, new] = [&self.servers[OLD], &self.servers[NEW]];
-        let released = self.run.as_ref().is_some_and(|run| run.released);
+        let (released, is_disturbed) =
+            self.runs[who].as_ref().map_or((false, false), |run| (run.released, run.is_disturbed));
         let waits = old.paused_until.saturating_sub(self.now);
         let finding = match end {
             End::Switched { .. } if !new.is_primary && !self.excused => {
@@ -967,7 +1020,7 @@ impl World {
             }
             End::Undone { .. } if waits > MAX_PAUSE => Some("writes wait for longer than they may"),
             End::Undone { why: Why::NotInTime | Why::Signal, .. }
-                if old.is_up && !released && waits > 0 && self.cut(OLD, AGENT).is_none() =>
+                if old.is_up && !released && waits > 0 && self.cut(OLD, AGENT + who).is_none() =>
             {
                 Some("writes wait though the switch was undone")
             }
@@ -979,7 +1032,7 @@ impl World {
             End::Undone { stepped_down: true, .. } => "a switch is undone after the old one has stepped down",
             End::Open(_) => "a switch that is not known to be done",
         });
-        if let Some(finding) = finding {
+        if let Some(finding) = finding.filter(|_| !is_disturbed) {
             self.finds(finding);
         }
     }
@@ -1050,6 +1103,7 @@ mod tests {
             "a server has forgotten its role",
             "a Sentinel promotes the new one",
             "a full copy",
+            "two switches at the same time",
         ];
         all.iter().for_each(|what| assert!(reached.contains_key(what), "{what} was not reached"));
     }
@@ -1093,6 +1147,11 @@ mod tests {
     #[test]
     fn an_order_to_promote_that_arrives_late_is_found() {
         is_found(Mutation::TakenBackAfterPromotion, "both servers are primaries");
+    }
+
+    #[test]
+    fn a_run_that_does_not_see_that_another_has_taken_over_is_found() {
+        is_found(Mutation::MarkIgnored, "both servers are primaries");
     }
 
     #[test]

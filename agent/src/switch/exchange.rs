@@ -7,7 +7,8 @@
 //!      ▼           ▼                                      ▼              ▼                            ▼
 //!   Undone ◀────── writes are released ◀──────────────────┘◀──────── taking back ◀────────────────────┘
 //!
-//!   Open: an order got no answer in time, and may yet be carried out: the same command again finishes it.
+//!   Open: an order got no answer in time, and may yet be carried out: the same command again finishes it. Or another run
+//!   has taken over.
 //! ```
 //!
 //! What must hold:
@@ -20,7 +21,12 @@
 //!   the position where the other has stepped down may have been told already: it is promoted. One that is behind it
 //!   cannot have been told.
 //! - An order that got no answer dies with its connection: the next one of a switch to that server closes it there
-//!   ([`closes_predecessors`]).
+//!   ([`closes_predecessors`]). An order that changes a role goes by the connection by which its server was looked at
+//!   last, or not at all.
+//! - Two runs do not work against each other. The old one bears the mark of the run that had it step down last, or
+//!   that took over from that one. Only this run makes it the primary again, or has it follow. A connection to the new
+//!   one that is younger than the mark carries an order to promote only if the mark is still there after it was made. A
+//!   run that finds another mark ends. So a run that has slept changes nothing.
 
 use std::time::{Duration, Instant};
 
@@ -45,8 +51,11 @@ const PROMOTE_LIMIT: Duration = Duration::from_secs(30);
 const TAKE_BACK_LIMIT: Duration = Duration::from_secs(30);
 
 /// Whom a server follows that has stepped down, before the other one is promoted: an address that documents use (RFC
-/// 5737), and that no server has. A run that was ended is known by it.
-pub(crate) const NOWHERE: (&str, u16) = ("192.0.2.1", 1);
+/// 5737), and that no server has. A run that was ended is known by it; the port is its [`Mark`].
+pub(crate) const NOWHERE: &str = "192.0.2.1";
+
+/// By which a run is known: a drawn port. Two runs at the same time have the same one once in 65,535 times.
+pub(crate) type Mark = u16;
 
 /// How long the old primary may be away after the promotion. Clients are led only then.
 const RESTART_LIMIT: Duration = Duration::from_secs(3);
@@ -87,6 +96,10 @@ pub(crate) struct Seen {
     pub(crate) at: Option<Position>,
     /// It is a replica in step.
     pub(crate) is_linked: bool,
+    /// It has stepped down, in a run with this mark.
+    pub(crate) mark: Option<Mark>,
+    /// The connection by which it was seen: another number for each.
+    pub(crate) by: u64,
 }
 
 /// What a server is told or asked.
@@ -95,10 +108,10 @@ pub(crate) enum Order {
     /// The old one accepts no writes for `--max-pause`.
     Pause,
     Look(Side),
-    /// The old one says where it is, and becomes a replica of [`NOWHERE`]: one transaction. It must not follow the new
-    /// one before that is promoted: a replica in step serves full copies, and one that is behind would take writes
-    /// away.
-    StepDown,
+    /// The old one says what it is and where, and becomes a replica of [`NOWHERE`] with this mark: one transaction.
+    /// It must not follow the new one before that is promoted: a replica in step serves full copies, and one that is
+    /// behind would take writes away.
+    StepDown(Mark),
     /// The old one follows the new one.
     Follow,
     /// The new one is to be the primary.
@@ -115,8 +128,14 @@ impl Order {
         match self {
             Order::Look(side) => side,
             Order::Promote => Side::New,
-            Order::Pause | Order::StepDown | Order::Follow | Order::TakeBack | Order::Release => Side::Old,
+            Order::Pause | Order::StepDown(_) | Order::Follow | Order::TakeBack | Order::Release => Side::Old,
         }
+    }
+
+    /// Whether it changes a role. It goes by the connection by which the server was looked at last, or gets
+    /// [`Answer::Lost`].
+    pub(crate) fn changes_a_role(self) -> bool {
+        matches!(self, Order::StepDown(_) | Order::Follow | Order::Promote | Order::TakeBack)
     }
 }
 
@@ -126,8 +145,8 @@ pub(crate) enum Answer {
     Waited,
     Done,
     Seen(Seen),
-    /// The old one has stepped down there; `None` if it does not tell where.
-    SteppedDown(Option<Position>),
+    /// The old one has stepped down, and was this before.
+    SteppedDown(Seen),
     /// It was not carried out, and will not be.
     Refused,
     /// It may have been carried out, or may be yet.
@@ -165,6 +184,8 @@ pub(crate) enum Open {
     TakeBack,
     /// Both are replicas, and neither holds what the other does.
     Apart,
+    /// Another run has taken over: which one is the primary is its matter.
+    Another,
 }
 
 /// What the old one does at the end.
@@ -213,6 +234,12 @@ enum Phase {
         held: Position,
         until: Instant,
     },
+    /// The new one holds all, and was seen by this connection. Whether the old one still bears the mark.
+    Owning {
+        until: Instant,
+        is_uncertain: bool,
+        by: u64,
+    },
     Promoting {
         until: Instant,
         is_uncertain: bool,
@@ -225,10 +252,12 @@ enum Phase {
     Releasing {
         end: Option<End>,
     },
+    /// Whether the old one is the primary, as this says.
+    Confirming {
+        end: End,
+    },
     Following {
         until: Instant,
-        /// It has not answered.
-        is_lost: bool,
     },
 }
 
@@ -238,7 +267,12 @@ pub(crate) struct Exchange {
     phase: Phase,
     began: Instant,
     limit: Duration,
-    /// It began where another run has ended.
+    mark: Mark,
+    /// In which both were at the same offset.
+    history: Option<ReplId>,
+    /// The connection to the new one that may carry an order to promote.
+    new_by: Option<u64>,
+    /// Another run may have promoted the new one: it has had the old one step down, or that is not known.
     is_resumed: bool,
     is_signaled: bool,
     /// Between the last write of the old one and the promotion.
@@ -247,18 +281,29 @@ pub(crate) struct Exchange {
 
 impl Exchange {
     /// Begins with a primary and a replica that is in step. `limit`: how long writes may wait.
-    pub(crate) fn begin(now: Instant, limit: Duration) -> (Exchange, Step) {
-        (Exchange::new(now, limit, Phase::Pausing, false), Step::Do(Order::Pause))
+    pub(crate) fn begin(now: Instant, limit: Duration, mark: Mark) -> (Exchange, Step) {
+        (Exchange::new(now, limit, mark, Phase::Pausing), Step::Do(Order::Pause))
     }
 
     /// Begins with an old one that has stepped down: a run has ended before the promotion, or before the old one
     /// followed.
-    pub(crate) fn resume(now: Instant, limit: Duration) -> (Exchange, Step) {
-        (Exchange::new(now, limit, Phase::Resuming, true), Step::Do(Order::Look(Side::Old)))
+    pub(crate) fn resume(now: Instant, limit: Duration, mark: Mark) -> (Exchange, Step) {
+        (Exchange::new(now, limit, mark, Phase::Resuming), Step::Do(Order::Look(Side::Old)))
     }
 
-    fn new(began: Instant, limit: Duration, phase: Phase, is_resumed: bool) -> Exchange {
-        Exchange { phase, began, limit, is_resumed, is_signaled: false, pause: Duration::ZERO }
+    fn new(began: Instant, limit: Duration, mark: Mark, phase: Phase) -> Exchange {
+        let is_resumed = phase == Phase::Resuming;
+        Exchange {
+            phase,
+            began,
+            limit,
+            mark,
+            history: None,
+            new_by: None,
+            is_resumed,
+            is_signaled: false,
+            pause: Duration::ZERO,
+        }
     }
 
     /// The command was told to end. Until the old one steps down, that undoes the switch.
@@ -273,14 +318,22 @@ impl Exchange {
             Phase::CatchingUp { old } => self.catching_up(now, old, answer),
             Phase::SteppingDown { until, is_uncertain } => self.stepping_down(now, until, is_uncertain, answer),
             Phase::Comparing { held, until } => self.comparing(now, held, until, answer),
+            Phase::Owning { until, is_uncertain, by } => self.owning(now, (until, is_uncertain, by), answer),
             Phase::Promoting { until, is_uncertain } => self.promoting(now, until, is_uncertain, answer),
             Phase::TakingBack { why, until } => self.taking_back(now, why, until, answer),
-            Phase::Releasing { end: Some(end) } => Step::End(end),
-            Phase::Releasing { end: None } => {
-                self.phase = Phase::Following { until: now + FOLLOW_LIMIT, is_lost: false };
-                Step::Do(Order::Follow)
+            Phase::Releasing { end: Some(end) } => {
+                self.phase = Phase::Confirming { end };
+                Step::Do(Order::Look(Side::Old))
             }
-            Phase::Following { until, is_lost } => self.following(now, until, is_lost, answer),
+            Phase::Releasing { end: None } => {
+                self.phase = Phase::Following { until: now + FOLLOW_LIMIT };
+                Step::Do(Order::Look(Side::Old))
+            }
+            Phase::Confirming { end } => match answer {
+                Answer::Seen(Seen { role: Some(Role::Replica), .. }) => Step::End(End::Open(Open::Another)),
+                _ => Step::End(end),
+            },
+            Phase::Following { until } => self.following(now, until, answer),
         }
     }
 
@@ -297,7 +350,7 @@ impl Exchange {
 
     fn resuming(&mut self, now: Instant, answer: Answer) -> Step {
         match answer {
-            Answer::Seen(Seen { role: Some(Role::Replica), at: Some(held), .. }) => self.compares(now, Some(held)),
+            Answer::Seen(Seen { role: Some(Role::Replica), .. }) => self.steps_down(now),
             Answer::Seen(_) => Step::End(End::Undone { why: Why::Changed, stepped_down: false }),
             _ => Step::End(End::Open(Open::Promotion)),
         }
@@ -317,7 +370,10 @@ impl Exchange {
                 self.phase = Phase::CatchingUp { old: Some(at) };
                 Step::Do(Order::Look(Side::New))
             }
-            (Some(old), Some(Role::Replica), Some(new)) if old == new => self.steps_down(now),
+            (Some(old), Some(Role::Replica), Some(new)) if old == new => {
+                (self.history, self.new_by) = (Some(old.history), Some(seen.by));
+                self.steps_down(now)
+            }
             (Some(old), Some(Role::Replica), Some(new)) if old.history == new.history => {
                 if now >= self.began + self.limit {
                     return self.releases(Why::NotInTime, false);
@@ -331,20 +387,40 @@ impl Exchange {
 
     fn steps_down(&mut self, now: Instant) -> Step {
         if Mutation::PromotedFirst.is_active() {
-            return self.promotes(now);
+            return self.tells_to_promote(now + PROMOTE_LIMIT, false);
         }
         self.phase = Phase::SteppingDown { until: now + STEP_DOWN_LIMIT, is_uncertain: false };
-        Step::Do(Order::StepDown)
+        Step::Do(Order::StepDown(self.mark))
     }
 
     fn stepping_down(&mut self, now: Instant, until: Instant, is_uncertain: bool, answer: Answer) -> Step {
         match answer {
-            Answer::SteppedDown(_) if Mutation::OldOffsetBelieved.is_active() => self.promotes(now),
-            Answer::SteppedDown(held) => self.compares(now, held),
-            Answer::Seen(Seen { role: Some(Role::Replica), at, .. }) => self.compares(now, at),
-            Answer::Refused if !is_uncertain => self.releases(Why::Refused(Order::StepDown), false),
+            Answer::SteppedDown(_) if Mutation::OldOffsetBelieved.is_active() => {
+                self.tells_to_promote(now + PROMOTE_LIMIT, false)
+            }
+            Answer::SteppedDown(before) => {
+                let was_replica = before.role != Some(Role::Primary);
+                self.is_resumed = was_replica && (self.is_resumed || !Mutation::MarkIgnored.is_active());
+                self.compares(now, before.at)
+            }
+            // What it was before is not known.
+            Answer::Seen(Seen { role: Some(Role::Replica), at, mark, .. }) if mark == Some(self.mark) => {
+                self.is_resumed = true;
+                self.compares(now, at)
+            }
+            Answer::Refused if !is_uncertain && self.is_resumed => Step::End(End::Open(Open::Promotion)),
+            Answer::Refused if !is_uncertain => self.releases(Why::Refused(Order::StepDown(self.mark)), false),
             _ if now >= until => Step::End(End::Open(Open::StepDown)),
-            Answer::Seen(_) => Step::Do(Order::StepDown),
+            // What was sent before has died with its connection. Writes flow again, or another run has taken it back.
+            Answer::Seen(Seen { role: Some(Role::Primary), .. }) if self.is_resumed => {
+                self.releases(Why::Changed, false)
+            }
+            Answer::Seen(Seen { role: Some(Role::Primary), at, .. })
+                if now >= self.began + self.limit || at.map(|at| at.history) != self.history =>
+            {
+                self.releases(Why::NotInTime, false)
+            }
+            Answer::Seen(_) => Step::Do(Order::StepDown(self.mark)),
             Answer::Waited => Step::Do(Order::Look(Side::Old)),
             Answer::Done | Answer::Refused | Answer::Lost => {
                 self.phase = Phase::SteppingDown { until, is_uncertain: true };
@@ -354,9 +430,14 @@ impl Exchange {
     }
 
     fn compares(&mut self, now: Instant, held: Option<Position>) -> Step {
-        let Some(held) = held else { return self.takes_back(now, Why::Changed) };
-        self.phase = Phase::Comparing { held, until: self.began + self.limit };
-        Step::Do(Order::Look(Side::New))
+        match held {
+            Some(held) => {
+                self.phase = Phase::Comparing { held, until: self.began + self.limit };
+                Step::Do(Order::Look(Side::New))
+            }
+            None if self.is_resumed => Step::End(End::Open(Open::Promotion)),
+            None => self.takes_back(now, Why::Changed),
+        }
     }
 
     fn comparing(&mut self, now: Instant, held: Position, until: Instant, answer: Answer) -> Step {
@@ -370,8 +451,10 @@ impl Exchange {
         };
         match seen.at {
             _ if seen.role == Some(Role::Primary) => self.promoted(now),
-            Some(at) if at == held => self.promotes(now),
-            Some(at) if at.is_before(held) && Mutation::BehindPromoted.is_active() => self.promotes(now),
+            Some(at) if at == held => self.promotes(now + PROMOTE_LIMIT, false, seen.by),
+            Some(at) if at.is_before(held) && Mutation::BehindPromoted.is_active() => {
+                self.tells_to_promote(now + PROMOTE_LIMIT, false)
+            }
             Some(at) if at.is_before(held) && now < until => Step::Wait(POLL),
             Some(at) if at.is_before(held) => self.takes_back(now, Why::NotInTime),
             _ if self.is_resumed && !Mutation::AheadTakenBack.is_active() => Step::End(End::Open(Open::Apart)),
@@ -379,8 +462,29 @@ impl Exchange {
         }
     }
 
-    fn promotes(&mut self, now: Instant) -> Step {
-        self.phase = Phase::Promoting { until: now + PROMOTE_LIMIT, is_uncertain: false };
+    fn promotes(&mut self, until: Instant, is_uncertain: bool, by: u64) -> Step {
+        if self.new_by == Some(by) {
+            return self.tells_to_promote(until, is_uncertain);
+        }
+        self.phase = Phase::Owning { until, is_uncertain, by };
+        Step::Do(Order::Look(Side::Old))
+    }
+
+    fn owning(&mut self, now: Instant, (until, is_uncertain, by): (Instant, bool, u64), answer: Answer) -> Step {
+        match answer {
+            Answer::Seen(Seen { mark, .. }) if mark == Some(self.mark) => {
+                self.new_by = Some(by);
+                self.tells_to_promote(until, is_uncertain)
+            }
+            Answer::Seen(_) => Step::End(End::Open(Open::Another)),
+            _ if now >= until => Step::End(End::Open(Open::Promotion)),
+            Answer::Waited => Step::Do(Order::Look(Side::Old)),
+            _ => Step::Wait(RETRY),
+        }
+    }
+
+    fn tells_to_promote(&mut self, until: Instant, is_uncertain: bool) -> Step {
+        self.phase = Phase::Promoting { until, is_uncertain };
         Step::Do(Order::Promote)
     }
 
@@ -390,7 +494,7 @@ impl Exchange {
             Answer::Refused if !is_uncertain => self.takes_back(now, Why::Refused(Order::Promote)),
             Answer::Lost if Mutation::TakenBackAfterPromotion.is_active() => self.takes_back(now, Why::Lost(Side::New)),
             _ if now >= until => Step::End(End::Open(Open::Promotion)),
-            Answer::Seen(_) => Step::Do(Order::Promote),
+            Answer::Seen(seen) => self.promotes(until, is_uncertain, seen.by),
             Answer::Waited => Step::Do(Order::Look(Side::New)),
             Answer::SteppedDown(_) | Answer::Refused | Answer::Lost => {
                 self.phase = Phase::Promoting { until, is_uncertain: true };
@@ -410,12 +514,15 @@ impl Exchange {
             return self.releases(why, true);
         }
         self.phase = Phase::TakingBack { why, until: now + TAKE_BACK_LIMIT };
-        Step::Do(Order::TakeBack)
+        Step::Do(Order::Look(Side::Old))
     }
 
     fn taking_back(&mut self, now: Instant, why: Why, until: Instant, answer: Answer) -> Step {
         match answer {
             Answer::Done | Answer::Seen(Seen { role: Some(Role::Primary), .. }) => self.releases(why, true),
+            Answer::Seen(Seen { mark, .. }) if mark != Some(self.mark) && !Mutation::MarkIgnored.is_active() => {
+                Step::End(End::Open(Open::Another))
+            }
             _ if now >= until => Step::End(End::Open(Open::TakeBack)),
             Answer::Seen(_) => Step::Do(Order::TakeBack),
             Answer::Waited => Step::Do(Order::Look(Side::Old)),
@@ -432,22 +539,16 @@ impl Exchange {
         Step::Do(Order::Release)
     }
 
-    fn following(&mut self, now: Instant, until: Instant, is_lost: bool, answer: Answer) -> Step {
+    fn following(&mut self, now: Instant, until: Instant, answer: Answer) -> Step {
         let ends = |follower| Step::End(End::Switched { pause: self.pause, follower });
         match answer {
             Answer::Seen(Seen { role: Some(Role::Replica), is_linked: true, .. }) => ends(Follower::InStep),
-            // It may have been restarted, and follow nobody, or be a primary.
-            Answer::Waited if is_lost && !Mutation::ForgottenRoleLeft.is_active() => {
-                self.phase = Phase::Following { until, is_lost: false };
-                Step::Do(Order::Follow)
-            }
             Answer::Waited => Step::Do(Order::Look(Side::Old)),
             Answer::Refused | Answer::Lost if now + FOLLOW_LIMIT >= until + RESTART_LIMIT => ends(Follower::Lost),
-            Answer::Refused | Answer::Lost => {
-                self.phase = Phase::Following { until, is_lost: true };
-                Step::Wait(RETRY)
-            }
+            Answer::Refused | Answer::Lost => Step::Wait(RETRY),
             _ if now >= until => ends(Follower::NotYet),
+            // The run that bears another mark has it follow.
+            Answer::Seen(Seen { mark, .. }) if mark == Some(self.mark) => Step::Do(Order::Follow),
             // It was restarted, and has forgotten that it has stepped down.
             Answer::Seen(Seen { role: Some(Role::Primary), .. }) if !Mutation::ForgottenRoleLeft.is_active() => {
                 Step::Do(Order::Follow)
@@ -468,12 +569,35 @@ mod tests {
         history.map(|history| Position { history, offset })
     }
 
+    /// The mark of the runs here, and of another one.
+    const MARK: Mark = 7;
+    const OTHER: Mark = 8;
+
+    fn seen(role: Role, offset: u64) -> Seen {
+        Seen { role: Some(role), at: at(offset), is_linked: role == Role::Replica, mark: None, by: 1 }
+    }
+
     fn primary(offset: u64) -> Answer {
-        Answer::Seen(Seen { role: Some(Role::Primary), at: at(offset), is_linked: false })
+        Answer::Seen(seen(Role::Primary, offset))
     }
 
     fn replica(offset: u64) -> Answer {
-        Answer::Seen(Seen { role: Some(Role::Replica), at: at(offset), is_linked: true })
+        Answer::Seen(seen(Role::Replica, offset))
+    }
+
+    /// By a connection that was not there when the old one stepped down.
+    fn replica_anew(offset: u64) -> Answer {
+        Answer::Seen(Seen { by: 2, ..seen(Role::Replica, offset) })
+    }
+
+    /// The old one, which has stepped down in a run with this mark.
+    fn marked(mark: Mark) -> Answer {
+        Answer::Seen(Seen { mark: Some(mark), is_linked: false, ..seen(Role::Replica, 7) })
+    }
+
+    /// The old one was this when it got the order.
+    fn stepped(role: Role, offset: u64) -> Answer {
+        Answer::SteppedDown(seen(role, offset))
     }
 
     const fn undone(why: Why, stepped_down: bool) -> Step {
@@ -489,7 +613,7 @@ mod tests {
     impl Played {
         fn new() -> Played {
             let now = Instant::now();
-            let (exchange, step) = Exchange::begin(now, LIMIT);
+            let (exchange, step) = Exchange::begin(now, LIMIT, MARK);
             assert_eq!(step, Step::Do(Order::Pause));
             Played { exchange, now }
         }
@@ -498,8 +622,8 @@ mod tests {
         fn stepped_down() -> Played {
             let mut played = Played::new();
             played.does(Answer::Done, Step::Do(Order::Look(Side::Old)));
-            played.does(primary(7), Step::Do(Order::Look(Side::New))).does(replica(7), Step::Do(Order::StepDown));
-            played.does(Answer::SteppedDown(at(7)), Step::Do(Order::Look(Side::New)));
+            played.does(primary(7), Step::Do(Order::Look(Side::New))).does(replica(7), Step::Do(Order::StepDown(MARK)));
+            played.does(stepped(Role::Primary, 7), Step::Do(Order::Look(Side::New)));
             played
         }
 
@@ -519,7 +643,8 @@ mod tests {
     fn the_new_one_is_promoted_where_the_old_one_has_stepped_down() {
         let mut played = Played::stepped_down();
         played.after(Duration::from_millis(3)).does(replica(7), Step::Do(Order::Promote));
-        played.does(Answer::Done, Step::Do(Order::Release)).does(Answer::Done, Step::Do(Order::Follow));
+        played.does(Answer::Done, Step::Do(Order::Release)).does(Answer::Done, Step::Do(Order::Look(Side::Old)));
+        played.does(marked(MARK), Step::Do(Order::Follow));
         played.does(Answer::Done, Step::Wait(RETRY)).does(Answer::Waited, Step::Do(Order::Look(Side::Old)));
         let pause = Duration::from_millis(3);
         played.does(replica(7), Step::End(End::Switched { pause, follower: Follower::InStep }));
@@ -531,14 +656,16 @@ mod tests {
         played.does(Answer::Done, Step::Do(Order::Look(Side::Old))).does(primary(7), Step::Do(Order::Look(Side::New)));
         played.does(replica(6), Step::Wait(POLL)).does(Answer::Waited, Step::Do(Order::Look(Side::Old)));
         played.does(primary(7), Step::Do(Order::Look(Side::New))).after(LIMIT);
-        played.does(replica(6), Step::Do(Order::Release)).does(Answer::Done, undone(Why::NotInTime, false));
+        played.does(replica(6), Step::Do(Order::Release)).does(Answer::Done, Step::Do(Order::Look(Side::Old)));
+        played.does(primary(7), undone(Why::NotInTime, false));
 
         // The pause was over, and a write came before it stepped down.
         let mut played = Played::new();
         played.does(Answer::Done, Step::Do(Order::Look(Side::Old))).does(primary(7), Step::Do(Order::Look(Side::New)));
-        played.does(replica(7), Step::Do(Order::StepDown)).after(LIMIT);
-        played.does(Answer::SteppedDown(at(8)), Step::Do(Order::Look(Side::New)));
-        played.does(replica(7), Step::Do(Order::TakeBack)).does(Answer::Done, Step::Do(Order::Release));
+        played.does(replica(7), Step::Do(Order::StepDown(MARK))).after(LIMIT);
+        played.does(stepped(Role::Primary, 8), Step::Do(Order::Look(Side::New)));
+        played.does(replica(7), Step::Do(Order::Look(Side::Old))).does(marked(MARK), Step::Do(Order::TakeBack));
+        played.does(Answer::Done, Step::Do(Order::Release)).does(Answer::Lost, Step::Do(Order::Look(Side::Old)));
         played.does(Answer::Lost, undone(Why::NotInTime, true));
     }
 
@@ -547,7 +674,7 @@ mod tests {
         let mut played = Played::new();
         played.exchange.signal();
         played.does(Answer::Done, Step::Do(Order::Look(Side::Old))).does(primary(7), Step::Do(Order::Release));
-        played.does(Answer::Done, undone(Why::Signal, false));
+        played.does(Answer::Done, Step::Do(Order::Look(Side::Old))).does(primary(7), undone(Why::Signal, false));
         let mut played = Played::stepped_down();
         played.exchange.signal();
         played.does(replica(7), Step::Do(Order::Promote));
@@ -563,27 +690,55 @@ mod tests {
         played.does(Answer::Lost, Step::End(End::Open(Open::Promotion)));
 
         let mut played = Played::stepped_down();
-        played.does(replica(7), Step::Do(Order::Promote)).does(Answer::Refused, Step::Do(Order::TakeBack));
-        played.does(Answer::Lost, Step::Wait(RETRY)).does(Answer::Waited, Step::Do(Order::Look(Side::Old)));
-        played
-            .does(primary(7), Step::Do(Order::Release))
-            .does(Answer::Done, undone(Why::Refused(Order::Promote), true));
+        played.does(replica(7), Step::Do(Order::Promote)).does(Answer::Refused, Step::Do(Order::Look(Side::Old)));
+        played.does(marked(MARK), Step::Do(Order::TakeBack)).does(Answer::Lost, Step::Wait(RETRY));
+        played.does(Answer::Waited, Step::Do(Order::Look(Side::Old))).does(primary(7), Step::Do(Order::Release));
+        played.does(Answer::Done, Step::Do(Order::Look(Side::Old)));
+        played.does(primary(7), undone(Why::Refused(Order::Promote), true));
     }
 
     #[test]
     fn a_run_that_was_ended_is_gone_on_with() {
         let resumed = || {
             let now = Instant::now();
-            let (exchange, step) = Exchange::resume(now, LIMIT);
+            let (exchange, step) = Exchange::resume(now, LIMIT, MARK);
             assert_eq!(step, Step::Do(Order::Look(Side::Old)));
             let mut played = Played { exchange, now };
-            played.does(replica(7), Step::Do(Order::Look(Side::New)));
+            played.does(marked(OTHER), Step::Do(Order::StepDown(MARK)));
+            played.does(stepped(Role::Replica, 7), Step::Do(Order::Look(Side::New)));
             played
         };
-        resumed().does(replica(7), Step::Do(Order::Promote));
+        resumed().does(replica(7), Step::Do(Order::Look(Side::Old))).does(marked(MARK), Step::Do(Order::Promote));
         resumed().does(primary(9), Step::Do(Order::Release));
-        resumed().after(LIMIT).does(replica(6), Step::Do(Order::TakeBack));
+        let mut behind = resumed();
+        behind.after(LIMIT).does(replica(6), Step::Do(Order::Look(Side::Old)));
+        behind.does(marked(MARK), Step::Do(Order::TakeBack));
         resumed().does(replica(9), Step::End(End::Open(Open::Apart)));
         resumed().after(LIMIT).does(Answer::Lost, Step::End(End::Open(Open::Promotion)));
+    }
+
+    #[test]
+    fn a_run_that_another_one_has_taken_over_changes_nothing() {
+        let another = Step::End(End::Open(Open::Another));
+        // It lost its connection to the new one, and the mark has changed.
+        let mut played = Played::stepped_down();
+        played.does(Answer::Lost, Step::Wait(RETRY)).does(Answer::Waited, Step::Do(Order::Look(Side::New)));
+        played.does(replica_anew(7), Step::Do(Order::Look(Side::Old))).does(marked(OTHER), another);
+        let mut played = Played::stepped_down();
+        played.does(replica_anew(7), Step::Do(Order::Look(Side::Old))).does(marked(MARK), Step::Do(Order::Promote));
+        let mut played = Played::stepped_down();
+        played.after(LIMIT).does(replica(6), Step::Do(Order::Look(Side::Old))).does(marked(OTHER), another);
+        // The old one had stepped down in another run, which may have told the new one.
+        let mut played = Played::new();
+        played.does(Answer::Done, Step::Do(Order::Look(Side::Old))).does(primary(7), Step::Do(Order::Look(Side::New)));
+        played.does(replica(7), Step::Do(Order::StepDown(MARK)));
+        played.does(stepped(Role::Replica, 7), Step::Do(Order::Look(Side::New))).after(LIMIT);
+        played.does(Answer::Lost, Step::End(End::Open(Open::Promotion)));
+        // What it undoes was done meanwhile.
+        let mut played = Played::new();
+        played.does(Answer::Refused, undone(Why::Refused(Order::Pause), false));
+        let mut played = Played::new();
+        played.does(Answer::Lost, Step::Do(Order::Release)).does(Answer::Done, Step::Do(Order::Look(Side::Old)));
+        played.does(replica(7), another);
     }
 }

@@ -102,7 +102,7 @@ pub(crate) enum Standing {
 /// says.
 pub(crate) fn judge(old: &Facts, new: &Facts, old_follows: bool) -> Standing {
     let refused = |why: &str| Standing::Refused(why.to_owned());
-    let is_nowhere = old.link.as_ref().is_some_and(|link| (link.host.as_str(), link.port) == NOWHERE);
+    let is_nowhere = old.link.as_ref().is_some_and(|link| link.host == NOWHERE);
     let same_history = old.replid.is_some() && old.replid == new.replid;
     if old.run_id.is_some() && old.run_id == new.run_id {
         return refused("both addresses lead to the same server");

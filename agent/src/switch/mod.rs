@@ -160,6 +160,10 @@ fn switched((old, new): &(String, String), limit: Duration, outcome: Outcome) ->
                         "{old} has stepped down, and could not be made the primary again; {new} was not promoted: {again}"
                     ),
                 ),
+                Open::Another => (
+                    Code::NotSwitched,
+                    format!("another switch of {old} and {new} was at work, and has taken over: look at both"),
+                ),
                 Open::Apart => (
                     Code::NotSwitched,
                     format!(

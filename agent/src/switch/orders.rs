@@ -10,7 +10,7 @@ use remora_redis::info::Info;
 use remora_redis::resp::Frame;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::exchange::{self, Answer, End, Exchange, NOWHERE, Order, Position, Seen, Side, Step};
+use super::exchange::{self, Answer, End, Exchange, Mark, NOWHERE, Order, Position, Seen, Side, Step};
 use crate::server::{Client, Facts, Server, ServerError, ServerUrl};
 use crate::signals::Signals;
 
@@ -24,11 +24,13 @@ const NAME: &str = "remora-switch";
 pub(super) struct Told {
     server: Server,
     client: Option<Client>,
+    /// Connections so far.
+    connections: u64,
 }
 
 impl Told {
     pub(super) fn new(client: Client) -> Told {
-        Told { server: client.server().clone(), client: Some(client) }
+        Told { server: client.server().clone(), client: Some(client), connections: 1 }
     }
 
     pub(super) fn url(&self) -> &ServerUrl {
@@ -56,9 +58,25 @@ impl Told {
                 _ => {}
             }
             self.client = Some(client);
+            self.connections += 1;
         }
         // It was set above.
         self.client.as_mut().ok_or_else(|| unreachable!())
+    }
+
+    /// Does without the connection where it is not the one by which the server was looked at last.
+    ///
+    /// # Errors
+    /// It is lost.
+    fn same(&mut self, command: &str) -> Result<(), ServerError> {
+        match self.client.as_ref().is_some_and(Client::is_usable) {
+            true => Ok(()),
+            false => Err(ServerError::Lost {
+                server: self.url().to_string(),
+                command: command.into(),
+                cause: std::io::Error::from(std::io::ErrorKind::NotConnected),
+            }),
+        }
     }
 
     pub(super) async fn command(&mut self, words: &[&str]) -> Result<Frame, ServerError> {
@@ -170,7 +188,9 @@ impl Seen {
         Seen {
             role: facts.role,
             at: Position::of(&facts),
-            is_linked: facts.link.is_some_and(|link| link.up == Some(true)),
+            is_linked: facts.link.as_ref().is_some_and(|link| link.up == Some(true)),
+            mark: facts.link.filter(|link| link.host == NOWHERE).map(|link| link.port),
+            by: 0,
         }
     }
 }
@@ -191,10 +211,10 @@ pub(super) struct Outcome {
 
 /// Changes the roles of the two servers, or undoes it.
 pub(super) async fn perform(ready: &mut Ready, limit: Duration, signals: &mut Signals) -> Outcome {
-    let now = Instant::now().into_std();
+    let (now, mark) = (Instant::now().into_std(), mark());
     let (mut exchange, mut step) = match ready.is_between {
-        true => Exchange::resume(now, limit),
-        false => Exchange::begin(now, limit),
+        true => Exchange::resume(now, limit, mark),
+        false => Exchange::begin(now, limit, mark),
     };
     let (mut error, mut signal) = (None, None);
     loop {
@@ -223,6 +243,15 @@ pub(super) async fn perform(ready: &mut Ready, limit: Duration, signals: &mut Si
     }
 }
 
+/// Draws the mark of a run.
+fn mark() -> Mark {
+    let mut random = [0; 8];
+    // Without random bytes, the process's number must do.
+    let drawn =
+        getrandom::fill(&mut random).map_or_else(|_| u64::from(std::process::id()), |()| u64::from_ne_bytes(random));
+    u16::try_from(1 + drawn % u64::from(u16::MAX)).unwrap_or(u16::MAX)
+}
+
 async fn take(ready: &mut Ready, step: Step, limit: Duration) -> Result<Answer, ServerError> {
     let order = match step {
         Step::Do(order) => order,
@@ -242,21 +271,28 @@ async fn take(ready: &mut Ready, step: Step, limit: Duration) -> Result<Answer, 
 
 async fn carry_out(ready: &mut Ready, order: Order, limit: Duration) -> Result<Answer, ServerError> {
     let (host, port) = (ready.listed.0.clone(), ready.listed.1.to_string());
-    let (notes_roles, nowhere) = (ready.notes_roles, NOWHERE.1.to_string());
+    let notes_roles = ready.notes_roles;
     let told = ready.told(order.to());
+    if order.changes_a_role() {
+        told.same(order.name())?;
+    }
     match order {
-        Order::Look(_) => return told.info("replication").await.map(|info| Answer::Seen(Seen::of(&info))),
+        Order::Look(_) => {
+            let info = told.info("replication").await?;
+            return Ok(Answer::Seen(Seen { by: told.connections, ..Seen::of(&info) }));
+        }
         Order::Pause => {
             let limit = limit.as_millis().max(1).to_string();
             told.command(&["CLIENT", "PAUSE", &limit, "WRITE"]).await?;
         }
-        Order::StepDown => {
+        Order::StepDown(mark) => {
+            let mark = mark.to_string();
             let commands: [&[&str]; 3] =
-                [&["INFO", "replication"], &["REPLICAOF", NOWHERE.0, &nowhere], &["CONFIG", "REWRITE"]];
+                [&["INFO", "replication"], &["REPLICAOF", NOWHERE, &mark], &["CONFIG", "REWRITE"]];
             let mut answers = told.transaction(&commands[..if notes_roles { 3 } else { 2 }]).await?.into_iter();
             let (said, stepped) = (answers.next().transpose()?, answers.next().transpose()?);
-            let at = said.as_ref().and_then(Frame::as_str).and_then(|text| Seen::of(&Info::parse(text.as_bytes())).at);
-            return Ok(stepped.map_or(Answer::Lost, |_| Answer::SteppedDown(at)));
+            let before = Seen::of(&Info::parse(said.as_ref().and_then(Frame::as_str).unwrap_or_default().as_bytes()));
+            return Ok(stepped.map_or(Answer::Lost, |_| Answer::SteppedDown(before)));
         }
         Order::Follow => told.follow(&["REPLICAOF", &host, &port], notes_roles).await?,
         Order::Promote | Order::TakeBack => told.follow(&["REPLICAOF", "NO", "ONE"], notes_roles).await?,
@@ -271,7 +307,7 @@ impl Order {
         match self {
             Order::Pause => "CLIENT PAUSE",
             Order::Look(_) => "INFO",
-            Order::StepDown | Order::Follow | Order::Promote | Order::TakeBack => "REPLICAOF",
+            Order::StepDown(_) | Order::Follow | Order::Promote | Order::TakeBack => "REPLICAOF",
             Order::Release => "CLIENT UNPAUSE",
         }
     }
@@ -298,10 +334,15 @@ mod tests {
         );
         let at = replid.parse().ok().map(|history| Position { history, offset: 7 });
         assert!(at.is_some());
-        assert_eq!(seen(&replica), Seen { role: Some(crate::server::Role::Replica), at, is_linked: true });
+        assert_eq!(
+            seen(&replica),
+            Seen { role: Some(crate::server::Role::Replica), at, is_linked: true, mark: None, by: 0 }
+        );
         assert_eq!(
             seen("role:master\r\n"),
-            Seen { role: Some(crate::server::Role::Primary), at: None, is_linked: false }
+            Seen { role: Some(crate::server::Role::Primary), at: None, is_linked: false, mark: None, by: 0 }
         );
+        let stepped_down = "role:slave\r\nmaster_host:192.0.2.1\r\nmaster_port:77\r\nmaster_link_status:down\r\n";
+        assert_eq!(seen(stepped_down).mark, Some(77));
     }
 }

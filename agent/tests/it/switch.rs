@@ -72,6 +72,34 @@ fn a_dry_run_changes_nothing_and_what_is_done_is_not_done_again() {
     }
 }
 
+/// Two hosts call the same command at the same time.
+#[test]
+fn two_switches_at_the_same_time_leave_one_primary_and_lose_no_write() {
+    let stage = Stage::new();
+    for kind in require::kinds() {
+        let (old, new) = pair(kind);
+        let writer = PairWriter::start([&old, &new], 500);
+        writer.wait_for_more(100, LONG).unwrap();
+        for round in 0..6 {
+            let (from, to) = if round % 2 == 0 { (&old, &new) } else { (&new, &old) };
+            let (one, other) = (from.url(), to.url());
+            let words = ["switch", "--from", &one, "--to", &other];
+            let mut both = [stage.start(None, &words), stage.start(None, &words)];
+            let said = both.each_mut().map(|agent| {
+                agent.wait(LONG).unwrap();
+                agent.output()
+            });
+            // Whatever they say, the same command finishes what both have left.
+            let last = switch(&stage, from, to, &[], 0);
+            assert_eq!(roles([from, to]), ["slave", "master"], "{said:?}\n{last}");
+            writer.wait_for_more(50, LONG).unwrap();
+        }
+        let acknowledged = writer.stop();
+        assert_has_all(&old, acknowledged).unwrap();
+        assert_same_content(&old, &new);
+    }
+}
+
 /// Has a replica execute nothing of what its primary sends.
 fn hold(replica: &Server) {
     replica.client().unwrap().ok(&["CLIENT", "PAUSE", "120000", "WRITE"]).unwrap();
