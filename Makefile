@@ -121,12 +121,13 @@ chaos: setup
 MINUTES ?= 60
 # Another list of programs and folders, with colons between, and the command `remora` of another release.
 SERVERS ?=
+THOUSANDS ?=
 OTHER ?=
-## test-matrix: the main job on servers of many versions (docs/reference/versions.md); SERVERS=folder:program, OTHER=/path/to/another/remora
+## test-matrix: the main job on servers of many versions (docs/reference/versions.md); SERVERS=folder:program, THOUSANDS=700 commands before and after each switch, OTHER=/path/to/another/remora
 .PHONY: test-matrix
 test-matrix: setup
 	$(if $(SERVERS),,@dev/lab/setup/versions)
-	$(if $(SERVERS),REMORA_SERVERS="$(SERVERS)") $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
+	$(if $(SERVERS),REMORA_SERVERS="$(SERVERS)") $(if $(THOUSANDS),REMORA_THOUSANDS="$(THOUSANDS)") $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
 		versions::by_command::the_main_job migration::by_command
 	$(if $(OTHER),REMORA_OTHER="$(OTHER)" $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
 		versions::by_command::agents_of_another_release)

@@ -15,8 +15,12 @@ use crate::kit::{BACKLOG, LONG, Source, Stage, built_module, ends, number, prima
 /// Commands that the writer sends before and after a switch.
 const WRITES: u64 = 2_000;
 
+/// Names another number of thousands, for a long run (`make test-matrix THOUSANDS=700`).
+const THOUSANDS: &str = "REMORA_THOUSANDS";
+
 /// Commands a second. The writer adds data as long as a sync lasts, which lasts longer the more data there are.
 const RATE: u64 = 1_000;
+const LONG_RATE: u64 = 10_000;
 
 /// By then the keys that the writer lets expire soon are gone.
 const SHORT_LIVED: Duration = Duration::from_secs(6);
@@ -27,6 +31,19 @@ pub(crate) fn of_both(one: &Server, other: &Server) -> Abilities {
     of(one).and(of(other))
 }
 
+/// Thousands of commands in a long run.
+fn thousands() -> Option<u64> {
+    std::env::var(THOUSANDS).ok().map(|number| number.parse().unwrap())
+}
+
+/// Waits until the writer has sent its share.
+fn wait_for_writes(writing: &Workload) {
+    match thousands() {
+        None => writing.wait_for(WRITES),
+        Some(number) => (0..number).for_each(|_| writing.wait_for(1_000)),
+    }
+}
+
 /// Writes every kind of change that both servers know.
 pub(crate) fn writer(to: &Server, abilities: Abilities) -> Workload {
     let options = Options {
@@ -34,7 +51,7 @@ pub(crate) fn writer(to: &Server, abilities: Abilities) -> Workload {
         abilities: Some(abilities),
         ..Options::seeded(remora_lab::random::seed("workload"))
     };
-    Workload::start(to.client().unwrap(), options.rate(RATE)).unwrap()
+    Workload::start(to.client().unwrap(), options.rate(if thousands().is_some() { LONG_RATE } else { RATE })).unwrap()
 }
 
 /// Makes `new` a replica of `old` under every kind of write, promotes it, lets the old one follow it, and goes back.
@@ -43,11 +60,11 @@ pub(crate) fn there_and_back(old: &Server, new: &Server) {
     let abilities = of_both(old, new);
     fill_with(&mut old.client().unwrap(), 7, abilities).unwrap();
     let writing = writer(old, abilities);
-    writing.wait_for(WRITES);
+    wait_for_writes(&writing);
     let source = Source::start(old, &[]);
     let agent = source.replicate(new, &["--convert"]);
     drop(agent);
-    writing.wait_for(WRITES);
+    wait_for_writes(&writing);
     writing.stop().unwrap();
     assert_same(old, new);
     assert_eq!(number(new, "unexpected_error_replies"), 0);
@@ -56,7 +73,7 @@ pub(crate) fn there_and_back(old: &Server, new: &Server) {
     let copies = syncs(old).0;
     switch(old, new);
     let writing = writer(new, abilities);
-    writing.wait_for(WRITES);
+    wait_for_writes(&writing);
     writing.stop().unwrap();
     assert_same(new, old);
     assert_eq!(syncs(new).0, 0, "the old primary follows without a full copy");
@@ -132,7 +149,7 @@ fn migrates_and_switches(from: Kind, to: Kind) {
     old.configure("timeout", "77").unwrap();
     old.client().unwrap().ok(&["ACL", "SETUSER", "of-the-old-one"]).unwrap();
     let writing = writer(&old, abilities);
-    writing.wait_for(WRITES);
+    wait_for_writes(&writing);
     let (one, other) = (old.url(), new.url());
     let said = stage.end(&["migrate", "--dry-run", "--from", &one, "--to", &other], 0);
     says(&said, &["of-the-old-one", "timeout \"77\" and \"0\"", "nothing was touched"]);
@@ -147,7 +164,7 @@ fn migrates_and_switches(from: Kind, to: Kind) {
     let copies = syncs(&old).0;
     stage.end(&["switch", "--from", &one, "--to", &other], 0);
     let writing = writer(&new, abilities);
-    writing.wait_for(WRITES);
+    wait_for_writes(&writing);
     writing.stop().unwrap();
     stage.end(&["switch", "--from", &other, "--to", &one], 0);
     assert_same(&old, &new);
