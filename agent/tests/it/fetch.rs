@@ -485,12 +485,9 @@ fn stopped_while_it_arrives_it_leaves_nothing_behind_and_the_source_knows() {
     mounted.signal(Signal::INT).unwrap();
     assert_eq!(waits.wait().unwrap().code(), Some(1));
     says(&ends(&mut mounted, 0), &["SIGINT"]);
-    wait_until("the source to forget it", LONG, || {
-        let status = scene.source.status();
-        let is_gone = status["replicas"].as_array().unwrap().is_empty();
-        Ok(if is_gone { Ok(()) } else { Err(status.to_string()) })
-    })
-    .unwrap();
+    scene
+        .source
+        .wait_for_status("the source to forget it", |status| status["replicas"].as_array().is_some_and(Vec::is_empty));
     assert_eq!(fs::read_dir(&directory.0).unwrap().count(), 0);
     scene.assert_nothing_left();
 }

@@ -466,12 +466,10 @@ fn an_agent_killed_while_its_table_is_full_does_not_harm_the_primary() {
             &primary,
             &["--memory", "16MiB", "--slot-size", "256KiB", "--module-capture", "walk", "--eager"],
         );
-        wait_until("the child to wait for room", LONG, || {
-            let status = source.status();
+        source.wait_for_status("the child to wait for room", |status| {
             let full = status["generation"]["published_slots"].as_u64().unwrap_or(0) > 10;
-            Ok(if full && module_fact(&primary, "state") == "writing" { Ok(()) } else { Err(status.to_string()) })
-        })
-        .unwrap();
+            full && module_fact(&primary, "state") == "writing"
+        });
         source.agent.signal(Signal::KILL).unwrap();
         primary.client().unwrap().int(&["UNLINK", "does not", "wait"]).unwrap();
         let mut client = primary.client().unwrap();

@@ -1,17 +1,16 @@
 //! Source and replica agents as processes, and their output.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, BufRead, BufReader};
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use remora_lab::server::wait_until;
 use remora_lab::{Agent, Host, Sentinels, Server, scratch, sentinel};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -142,6 +141,15 @@ pub(crate) struct Source {
     security: Vec<String>,
 }
 
+/// A process that is killed when nobody reads it any more.
+struct Ended(Child);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let _ = self.0.kill().and_then(|()| self.0.wait()); // it may have ended
+    }
+}
+
 impl Source {
     /// Starts a source of `primary` with the default memory and slots, and waits until it is ready.
     pub(crate) fn start(primary: &Server, more: &[&str]) -> Source {
@@ -201,7 +209,7 @@ impl Source {
         self.printed_status(&[])
     }
 
-    fn printed_status(&self, more: &[&str]) -> String {
+    fn asks_for_status(&self, more: &[&str]) -> Command {
         let (address, token) = (self.address.to_string(), self.stage.token.display().to_string());
         let security: Vec<&str> = self.security.iter().map(String::as_str).collect();
         let args = [&["status", "--source", &address, "--token-file", &token], &security[..], more].concat();
@@ -209,7 +217,11 @@ impl Source {
         if let Some(host) = &self.host {
             host.enter(&mut command).unwrap();
         }
-        let printed = command.output().unwrap();
+        command
+    }
+
+    fn printed_status(&self, more: &[&str]) -> String {
+        let printed = self.asks_for_status(more).output().unwrap();
         let said = String::from_utf8_lossy(&printed.stderr);
         assert!(printed.status.success(), "remora status: {}\n{said}", printed.status);
         String::from_utf8(printed.stdout).unwrap()
@@ -217,27 +229,39 @@ impl Source {
 
     /// Waits until the status satisfies `wanted`.
     pub(crate) fn wait_for_status(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
-        let look = || {
-            let status = self.status();
-            Ok(if wanted(&status) { Ok(status) } else { Err(status.to_string()) })
-        };
-        wait_until(what, LONG, look).unwrap()
+        self.watch(what, |status| if wanted(status) { Ok(status.clone()) } else { Err(status.to_string()) })
     }
 
     /// Waits until this agent, the first that joined, holds `slots` slots.
     #[track_caller]
     pub(crate) fn wait_for_slots(&self, agent: &mut Agent, slots: u64) {
-        let waited = wait_until("the replica to hold some slots", LONG, || {
-            let held = self.status()["replicas"][0]["slots_held"].as_u64().unwrap_or(0);
-            let over = agent.ended()?.is_some();
-            Ok(if held >= slots || over { Ok(over) } else { Err(format!("{held} slots")) })
+        let is_over = self.watch("the replica to hold some slots", |status| {
+            let held = status["replicas"][0]["slots_held"].as_u64().unwrap_or(0);
+            let over = agent.ended().unwrap().is_some();
+            if held >= slots || over { Ok(over) } else { Err(format!("{held} slots")) }
         });
         assert!(
-            matches!(waited, Ok(false)),
-            "{waited:?}; the replica agent's output:\n{}\nthe source's:\n{}",
+            !is_over,
+            "it has ended; the replica agent's output:\n{}\nthe source's:\n{}",
             agent.output(),
             self.agent.output()
         );
+    }
+
+    /// Waits until its status is as wanted. One command tells it again and again: a command for each look takes longer
+    /// to start, on a busy machine, than some states last.
+    fn watch<T>(&self, what: &str, mut look: impl FnMut(&Value) -> Result<T, String>) -> T {
+        let mut told =
+            Ended(self.asks_for_status(&["--json", "--watch", "20ms"]).stdout(Stdio::piped()).spawn().unwrap());
+        let (until, mut last) = (Instant::now() + LONG, "it says nothing".to_owned());
+        for line in BufReader::new(told.0.stdout.take().unwrap()).lines() {
+            match look(&serde_json::from_str(&line.unwrap()).unwrap()) {
+                Ok(seen) => return seen,
+                Err(why) => last = why,
+            }
+            assert!(Instant::now() < until, "{what}: not within {LONG:?}: {last}");
+        }
+        panic!("{what}: remora status has ended: {last}; the source's output:\n{}", self.agent.output());
     }
 
     /// Waits until its snapshot is complete.
