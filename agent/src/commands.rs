@@ -142,7 +142,7 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
     let _ignored = stays(&command).then(signals::hangups).transpose()?;
     match command {
         // Source and replica have something to clean up when they are stopped, so they catch signals themselves.
-        Command::Source(args) => crate::source::run(args.options(crate::backup::checked_snapshot)?).await,
+        Command::Source(args) => crate::source::run(args.options(remora_backup::checked_snapshot)?).await,
         Command::Replica(args) if control::is_guard() => control::run_guard(args).await,
         Command::Replica(args) => {
             control::this_is_the_command();
@@ -164,11 +164,11 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
         Command::Module(args) => crate::tools::module(&args).await,
         Command::Token(args) => crate::tools::token(&args),
         // Servers and clients of volumes, and mounts, catch signals themselves.
-        Command::Fetch(args) => crate::snapshot::fetch::run(args).await,
-        Command::Backup(args) => crate::backup::run(args).await,
-        Command::Restore(args) => crate::backup::restore::run(args).await,
+        Command::Fetch(args) => crate::backup::fetch(args).await,
+        Command::Backup(args) => crate::backup::backup(args).await,
+        Command::Restore(args) => crate::backup::restore(args).await,
         Command::Cluster(args) => crate::cluster::run(args).await,
-        Command::Snapshot(args) => crate::snapshot::run(args).await,
+        Command::Snapshot(args) => crate::backup::snapshot(args).await,
         Command::Volume(args) => crate::volume::run(args).await,
         Command::Config(args) => crate::config::run(&args),
         Command::Generate(args) => crate::tools::generate(&args),

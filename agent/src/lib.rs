@@ -13,9 +13,9 @@
 //! The crate has the loops that drive the pure state machines and the memory of the crates below, and the command line.
 //! Protocols are in `remora_redis`, `remora_protocol` and `remora_messenger`, transports in `remora_fabric`, and the
 //! layout of tables in `remora_table`. [`remora_source`] is the source, and [`remora_reader`] what every reader of one
-//! does. [`remora_conversation`] is how agents talk, [`remora_server`] the client of a
-//! Redis or Valkey server, with Sentinels, [`remora_metrics`] what agents show to those who watch them,
-//! [`remora_process`] what each command stands on, and [`remora_base`] what all do.
+//! does. [`remora_backup`] has snapshots as files, and backups. [`remora_conversation`] is how agents talk,
+//! [`remora_server`] the client of a Redis or Valkey server, with Sentinels, [`remora_metrics`] what agents show to
+//! those who watch them, [`remora_process`] what each command stands on, and [`remora_base`] what all do.
 //!
 //! The modules, in the order in which to read them:
 //!
@@ -24,8 +24,7 @@
 //! - [`replica`], [`status`]: the job. `estimate`: how long a sync will take.
 //! - [`probe`] measures the transports.
 //! - [`intercept`]: the rules by which a server's connections come to an agent that attends it ([`replica::attend`]).
-//! - [`snapshot`]: a source's snapshot as a file; [`cluster`]: clusters as a whole.
-//! - [`backup`]: snapshots in a folder, with the writes since, and what can be restored from them.
+//! - [`cluster`]: clusters as a whole. [`backup`]: the commands of [`remora_backup`], which has snapshots as files.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
 //! - [`migrate`]: a server of another family or version becomes an exact replica, by both agents.
 //! - [`switch`]: a replica and its primary change their roles.
@@ -50,7 +49,6 @@ pub mod ready;
 pub mod replica;
 #[cfg(any(test, feature = "simulation"))]
 pub mod simulation;
-pub mod snapshot;
 pub mod status;
 pub mod switch;
 pub mod tools;
@@ -65,7 +63,7 @@ pub use remora_base::{units, x509};
 pub use remora_conversation as conversation;
 pub use remora_conversation::transports;
 use remora_metrics as metrics;
-use remora_process::{checked_json, events, free_space, host_memory, host_threads, patience, service, signals, tasks};
+use remora_process::{checked_json, events, host_memory, host_threads, patience, service, signals, tasks};
 pub use remora_process::{exit, progress};
 use remora_reader as reader;
 pub use remora_server as server;

@@ -197,6 +197,9 @@ pub struct Placing {
     pub replaces: bool,
 }
 
+/// A file that its owner alone can read, and that replaces another one.
+pub const PRIVATE: Placing = Placing { owner: None, mode: Mode::RUSR.union(Mode::WUSR), replaces: true };
+
 /// Why a file is not in its place. The sentences name the options by which the user has asked for it.
 #[derive(Debug, thiserror::Error)]
 pub enum PutError {

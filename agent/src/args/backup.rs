@@ -1,15 +1,14 @@
-//! The arguments of `remora backup` and `remora restore`, and where backups are.
+//! The arguments of `remora backup` and `remora restore`.
 
-use std::ffi::OsString;
-use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use clap::{Args, ValueEnum};
+use remora_backup::{BackupOptions, JournalOptions, LEAST_FILE, Location, Pass, RestoreOptions, StoreOptions};
 
-use super::{FetchArgs, MetricsArgs, MetricsFileArgs, SnapshotFromArgs};
-use crate::exit::{self, Code};
+use super::{MetricsArgs, MetricsFileArgs, SnapshotFromArgs, Words, one_of};
+use crate::exit::{self, Code, Failure};
 use crate::units::{Size, parse_duration};
 use remora_base::moment::Moment;
 
@@ -79,9 +78,6 @@ pub struct BackupArgs {
     pub metrics_file: MetricsFileArgs,
 }
 
-/// The smallest file of commands: with smaller ones, a busy server would have thousands.
-const LEAST_FILE: Size = Size::bytes(64 << 10);
-
 fn parse_file_size(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: crate::units::UnitError| error.to_string())?;
     if size < LEAST_FILE {
@@ -91,11 +87,55 @@ fn parse_file_size(text: &str) -> Result<Size, String> {
 }
 
 impl BackupArgs {
-    /// What fetches the source's snapshot into this file.
-    pub(crate) fn fetch(&self, to: &Path) -> FetchArgs {
-        let mut from = self.from.clone();
-        from.name.get_or_insert_with(|| "backup".to_owned());
-        FetchArgs::of_a_backup(from, to.to_owned(), self.spool.clone())
+    /// The options without their clap attributes. It reads the named files.
+    ///
+    /// # Errors
+    /// The options contradict each other, or a file cannot be used.
+    pub(crate) fn options(&self) -> Result<BackupOptions, Failure> {
+        let journal = JournalOptions {
+            sync_every: self.sync_every,
+            segment_every: self.segment_every,
+            file_size: self.file_size,
+            base_every: self.base_every,
+        };
+        Ok(BackupOptions {
+            from: self.from.open("backup", None)?,
+            to: self.to.clone(),
+            keep: self.keep,
+            encrypt_to: self.encrypt_to.clone(),
+            spool: self.spool.clone(),
+            store: self.store.options(),
+            journal: self.journal.then_some(journal),
+        })
+    }
+}
+
+impl RestoreArgs {
+    /// The options without their clap attributes.
+    pub(crate) fn options(&self) -> RestoreOptions {
+        RestoreOptions {
+            from: self.from.clone(),
+            to: self.to.clone(),
+            until: self.until,
+            until_pass: self.until_pass,
+            replaces: self.replace,
+            identity: self.identity.clone(),
+            spool: self.spool.clone(),
+            retry_for: self.retry_for,
+            store: self.store.options(),
+        }
+    }
+}
+
+impl StoreArgs {
+    /// The options without their clap attributes.
+    fn options(&self) -> StoreOptions {
+        StoreOptions {
+            endpoint: self.s3_endpoint.clone(),
+            region: self.s3_region.clone(),
+            credentials_file: self.s3_credentials_file.clone(),
+            allow_http: self.s3_allow_http,
+        }
     }
 }
 
@@ -154,7 +194,7 @@ pub struct RestoreArgs {
 
     /// Where the clock of the host that wrote the backup went back, a second is in it twice: the first or the last one
     /// counts. Without this option --until refuses such a second.
-    #[arg(long, value_name = "WHICH", requires = "until")]
+    #[arg(long, value_name = "WHICH", value_parser = one_of(PASSES), requires = "until")]
     pub until_pass: Option<Pass>,
 
     /// Replace a `dump.rdb` or `appendonlydir` that is there. Without this option the command refuses.
@@ -183,14 +223,9 @@ pub struct RestoreArgs {
     pub store: StoreArgs,
 }
 
-/// Which one of equal seconds is meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Pass {
-    /// That before the clock went back.
-    First,
-    /// That after the clock went back.
-    Last,
-}
+/// The values of `--until-pass`.
+const PASSES: Words<Pass, 2> =
+    [("first", "That before the clock went back", Pass::First), ("last", "That after the clock went back", Pass::Last)];
 
 const RESTORE_ABOUT: &str = "\
 Checks a backup, says what it holds, and lays out what a server starts on.
@@ -217,61 +252,6 @@ Examples:
 {}",
         exit::help_table(&[Code::Usage, Code::Refused, Code::Interrupted, Code::Local, Code::Store])
     )
-}
-
-// Where backups are: a folder, or a bucket of an S3-compatible store.
-
-/// A place for backups.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Location {
-    /// A file or folder of this host; `-` is standard output for a command that writes there.
-    Path(PathBuf),
-    /// Objects of a bucket whose keys begin with this prefix. The prefix has no slash at its ends, and may be empty.
-    Bucket {
-        /// The bucket.
-        bucket: String,
-        /// The prefix.
-        prefix: String,
-    },
-}
-
-/// How the address of a bucket begins.
-const SCHEME: &str = "s3://";
-
-impl Location {
-    /// Reads an argument.
-    ///
-    /// # Errors
-    /// It begins as the address of a bucket, and is not one.
-    pub fn parse(text: OsString) -> Result<Location, String> {
-        let Some(rest) = text.to_str().and_then(|text| text.strip_prefix(SCHEME)) else {
-            return Ok(Location::Path(PathBuf::from(text)));
-        };
-        let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
-        let prefix = prefix.trim_matches('/');
-        let is_part = |part: &str| !part.is_empty() && part != "." && part != "..";
-        let is_bucket =
-            !bucket.is_empty() && bucket.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_'));
-        if !is_bucket || !(prefix.is_empty() || prefix.split('/').all(is_part)) {
-            return Err(format!("{SCHEME}{rest} is not the address of a bucket: write s3://BUCKET/PREFIX"));
-        }
-        Ok(Location::Bucket { bucket: bucket.to_owned(), prefix: prefix.to_owned() })
-    }
-
-    /// Whether it is standard output.
-    pub fn is_stdout(&self) -> bool {
-        *self == Location::Path(PathBuf::from("-"))
-    }
-}
-
-impl fmt::Display for Location {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Location::Path(path) => path.display().fmt(f),
-            Location::Bucket { bucket, prefix } if prefix.is_empty() => write!(f, "{SCHEME}{bucket}"),
-            Location::Bucket { bucket, prefix } => write!(f, "{SCHEME}{bucket}/{prefix}"),
-        }
-    }
 }
 
 /// How an S3-compatible store is reached. Every option stands above the AWS environment variable of the same meaning.
@@ -302,20 +282,48 @@ pub struct StoreArgs {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use clap::Parser;
+    use remora_backup::SPOOL;
+    use remora_base::files::Placing;
+
     use super::*;
+    use crate::args::{Cli, Command};
+
+    /// A token file, and a command of these words with it.
+    fn command(words: &[&str]) -> (tempfile::TempDir, Command) {
+        let folder = tempfile::tempdir().unwrap();
+        let token = folder.path().join("token");
+        remora_base::files::write(&token, b"sixteen bytes or more", &remora_base::files::PRIVATE).unwrap();
+        let line = ["remora"].iter().chain(words).chain(&["--source", "127.0.0.1:1", "--token-file"]).copied();
+        let line: Vec<&str> = line.chain([token.to_str().unwrap()]).collect();
+        let command = Cli::try_parse_from(line).unwrap().command;
+        (folder, command)
+    }
 
     #[test]
-    fn an_address_of_a_bucket_is_told_from_a_path() {
-        let parse = |text: &str| Location::parse(text.into());
-        let bucket = |bucket: &str, prefix: &str| Location::Bucket { bucket: bucket.into(), prefix: prefix.into() };
-        assert_eq!(parse("s3://b").unwrap(), bucket("b", ""));
-        assert_eq!(parse("s3://b/").unwrap(), bucket("b", ""));
-        assert_eq!(parse("s3://my-b.x/a/b/").unwrap(), bucket("my-b.x", "a/b"));
-        assert_eq!(parse("s3://b/a/b").unwrap().to_string(), "s3://b/a/b");
-        assert_eq!(parse("/backups").unwrap(), Location::Path("/backups".into()));
-        assert!(parse("-").unwrap().is_stdout());
-        for wrong in ["s3://", "s3:///a", "s3://b//a/../c", "s3://b/a//b", "s3://a b/c", "s3://b/./c"] {
-            assert!(parse(wrong).unwrap_err().contains("s3://BUCKET/PREFIX"), "{wrong}");
-        }
+    fn without_options_files_and_backups_are_made_by_the_defaults_of_their_crate() {
+        let (_folder, fetch) = command(&["fetch", "--to", "dump.rdb"]);
+        let Command::Fetch(args) = fetch else { panic!("another command") };
+        let typed = args.options().unwrap();
+        let own = remora_backup::FetchOptions::new(typed.from.clone(), "dump.rdb".into());
+        let placing = |Placing { owner, mode, replaces }: Placing| (owner, mode, replaces);
+        assert_eq!(placing(typed.placing), placing(own.placing));
+        assert_eq!((&typed.to, typed.allow_stale, typed.need), (&own.to, own.allow_stale, own.need));
+        assert_eq!((typed.replicaof.is_some(), &*args.spool), (own.replicaof.is_some(), SPOOL.as_ref()));
+
+        let (_folder, backup) = command(&["backup", "--to", "/backups", "--journal"]);
+        let Command::Backup(args) = backup else { panic!("another command") };
+        let typed = args.options().unwrap();
+        let own = BackupOptions::new(typed.from.clone(), Location::Path("/backups".into()));
+        assert_eq!((typed.to, typed.keep, typed.encrypt_to), (own.to, own.keep, own.encrypt_to));
+        assert_eq!((typed.spool, typed.store), (own.spool, own.store));
+        assert_eq!(typed.journal, Some(JournalOptions::default()));
+
+        let line = ["remora", "restore", "/backups"];
+        let Command::Restore(args) = Cli::try_parse_from(line).unwrap().command else { panic!("another command") };
+        let (typed, own) = (args.options(), RestoreOptions::new(Location::Path("/backups".into())));
+        assert_eq!((typed.from, typed.to, typed.until), (own.from, own.to, own.until));
+        assert_eq!((typed.until_pass, typed.replaces, typed.identity), (own.until_pass, own.replaces, own.identity));
+        assert_eq!((typed.spool, typed.retry_for, typed.store), (own.spool, own.retry_for, own.store));
     }
 }

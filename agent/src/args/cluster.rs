@@ -7,9 +7,12 @@ use clap::{Args, Subcommand};
 
 use super::inspect::TRANSPORTS;
 use super::server::ServerArgs;
-use super::{FetchArgs, HostPort, LeftOut, RdmaReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, one_of};
-use crate::exit::{self, Code};
+use remora_backup::{FetchOptions, SnapshotFrom};
+
+use super::{HostPort, LeftOut, RdmaReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, one_of};
+use crate::exit::{self, Code, Failure};
 use crate::reader::ReadOptions;
+use crate::reader::data_set::DataSet;
 use crate::server::Task;
 use crate::server::nodes::{Node, is_id};
 use crate::transports::TransportChoice;
@@ -276,7 +279,10 @@ impl std::fmt::Display for Renew {
 
 impl ClusterBackupArgs {
     /// What fetches the snapshot of this source into this file.
-    pub(crate) fn fetch(&self, source: HostPort, to: PathBuf) -> FetchArgs {
+    ///
+    /// # Errors
+    /// The options contradict each other, or a file cannot be used.
+    pub(crate) fn fetch(&self, source: HostPort, to: PathBuf, data_set: DataSet) -> Result<FetchOptions, Failure> {
         let read = ReadOptions {
             source: source.into(),
             transport: self.transport,
@@ -288,11 +294,12 @@ impl ClusterBackupArgs {
         let from = SnapshotFromArgs {
             read: read.into(),
             token_file: token_file.clone(),
-            name: Some("backup".to_owned()),
+            name: None,
             security: security.clone(),
             expected: expected.clone(),
         };
-        FetchArgs::of_a_backup(from, to, PathBuf::new())
+        let from = SnapshotFrom { data_set, ..from.open("backup", None)? };
+        Ok(FetchOptions::of_a_backup(from, to))
     }
 }
 

@@ -11,7 +11,7 @@ use rustls::pki_types::ServerName;
 
 use super::{SentinelArgs, Words, one_of, parse_ip, parse_listen};
 use crate::conversation::certificates::{CertificateFiles, CertificateRoles, Certificates, MTLS_OPTIONS};
-use crate::conversation::tokens::Credentials;
+use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::conversation::{Mode, Security, SourceKey};
 use crate::exit::{Code, Failure};
 use crate::transports::{RdmaEnd, RdmaOffer, RdmaRead};
@@ -206,6 +206,26 @@ const PLAINTEXT_ALONE: &str = "--plaintext-network goes with --security none onl
 
 fn usage<T>(text: &str) -> Result<T, Failure> {
     Err(Failure::new(Code::Usage, text))
+}
+
+/// The tokens of an agent that reads slots and lends them, and what protects its connections.
+///
+/// # Errors
+/// The options contradict each other, a file cannot be used, or slots must not be lent at the address that was given.
+pub(crate) fn open_tokens(
+    files: &[PathBuf],
+    security: &SecurityArgs,
+    source: &SourceKeyArgs,
+    (readers, lender): (&ReplicaNameArgs, &LenderNameArgs),
+    peer_listen: Option<SocketAddr>,
+) -> Result<TokenFiles, Failure> {
+    let roles = CertificateRoles { replicas: readers.replica_names.clone(), ..CertificateRoles::default() };
+    let opened = lender.apply(security, security.open_for(source, roles)?)?;
+    if let Some(listen) = peer_listen {
+        let refused = |why| Failure::refused(format!("this replica agent at --peer-listen {listen} {why}"));
+        opened.check(listen.ip()).map_err(refused)?;
+    }
+    TokenFiles::read(files, &[], opened)
 }
 
 // The options of an agent that makes replicas: its peers are the source, and other replicas.

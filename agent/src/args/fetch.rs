@@ -6,11 +6,16 @@ use std::time::Duration;
 use clap::{Args, Subcommand};
 use rustix::fs::{Gid, Mode, Uid};
 
-use super::connections::LenderNameArgs;
+use remora_backup::mount::FILE_NAME;
+use remora_backup::{FetchOptions, MountOptions, PassOn, ReplicaOf, SnapshotFrom};
+use remora_base::files::Placing;
+
+use super::connections::{LenderNameArgs, open_tokens};
 use super::replica::parse_memory;
 use super::server::{TlsArgs, UrlParser};
 use super::{MetricsFileArgs, Plain, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs};
-use crate::exit::{self, Code};
+use crate::exit::{self, Code, Failure};
+use crate::reader::data_set::DataSet;
 use crate::reader::{ReadOptions, RelayOptions};
 use crate::server::nodes::NodeAddress;
 use crate::server::{Credentials, Server, ServerUrl, SetupError, Task};
@@ -27,10 +32,6 @@ pub struct FetchArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub pass_on: PassOnArgs,
-
-    /// Slots come from the source alone, and go nowhere else.
-    #[arg(skip)]
-    pub(crate) alone: bool,
 
     /// Where the snapshot goes; `-`: to standard output, as it arrives. A file gets its name when it is whole, checked
     /// and on the disk. Until then its slots are in a folder beside it, `.NAME.remora`, and a fetch that was
@@ -167,35 +168,68 @@ fn parse_mode(text: &str) -> Result<Mode, String> {
 }
 
 impl FetchArgs {
-    /// The arguments of a backup's fetch: a file for its owner, that no server has to go on from.
-    pub(crate) fn of_a_backup(from: SnapshotFromArgs, to: PathBuf, spool: PathBuf) -> FetchArgs {
-        let pass_on = PassOnArgs {
-            relay: Plain::default(),
-            lender: LenderNameArgs::default(),
-            readers: ReplicaNameArgs::default(),
-            memory: Size::bytes(0),
+    /// The options without their clap attributes. It reads the named files.
+    ///
+    /// # Errors
+    /// The options contradict each other, or a file cannot be used.
+    pub(crate) fn options(&self) -> Result<FetchOptions, Failure> {
+        let replicaof = match &self.write_replicaof {
+            Some(file) => Some(ReplicaOf { file: file.clone(), sentinels: self.sentinel.open()? }),
+            None => None,
         };
-        FetchArgs {
-            sentinel: SentinelArgs::default(),
-            from,
-            pass_on,
-            alone: true,
-            to,
-            // One of an earlier attempt that did not end.
-            replace: true,
-            owner: None,
-            mode: Mode::RUSR | Mode::WUSR,
-            spool,
-            allow_stale: true,
-            need: Duration::ZERO,
-            write_replicaof: None,
-            write_nodes_conf: None,
-            node_address: None,
-            cluster: ClusterNodeArgs::default(),
-            server_config: None,
-            metrics_file: MetricsFileArgs::default(),
-            json: None,
-        }
+        Ok(FetchOptions {
+            from: self.from.open("fetch", Some(&self.pass_on))?,
+            pass_on: Some(PassOn { relay: self.pass_on.relay.plain(), memory: self.pass_on.memory }),
+            to: self.to.clone(),
+            placing: Placing { owner: self.owner, mode: self.mode, replaces: self.replace },
+            allow_stale: self.allow_stale,
+            need: self.need,
+            replicaof,
+        })
+    }
+}
+
+impl SnapshotFromArgs {
+    /// What the options say, for a command of this name. It reads the named files.
+    ///
+    /// # Errors
+    /// The options contradict each other, or a file cannot be used.
+    pub(crate) fn open(&self, name: &str, pass_on: Option<&PassOnArgs>) -> Result<SnapshotFrom, Failure> {
+        let files: Vec<PathBuf> = self.token_file.iter().cloned().collect();
+        let tokens = match pass_on {
+            Some(PassOnArgs { readers, lender, relay, .. }) => {
+                open_tokens(&files, &self.security, &self.expected, (readers, lender), relay.peer_listen)?
+            }
+            None => open_tokens(
+                &files,
+                &self.security,
+                &self.expected,
+                (&ReplicaNameArgs::default(), &LenderNameArgs::default()),
+                None,
+            )?,
+        };
+        Ok(SnapshotFrom {
+            read: self.read.plain(),
+            tokens,
+            source_key: self.expected.source_key,
+            data_set: DataSet::of_a_source(self.expected.is_given()),
+            name: self.name.clone().unwrap_or_else(|| name.to_owned()),
+        })
+    }
+}
+
+impl SnapshotMountArgs {
+    /// The options without their clap attributes. It reads the named files.
+    ///
+    /// # Errors
+    /// The options contradict each other, or a file cannot be used.
+    pub(crate) fn options(&self) -> Result<MountOptions, Failure> {
+        Ok(MountOptions {
+            from: self.from.open(FILE_NAME, None)?,
+            directory: self.directory.clone(),
+            spool: self.spool.clone(),
+            ring: !self.no_ring,
+        })
     }
 }
 

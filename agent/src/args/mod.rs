@@ -28,11 +28,12 @@ pub use remora_server::HostPort;
 pub use self::attend::{
     AddArgs, AttendArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, PRIMARY_PORT, ShowArgs,
 };
-pub use self::backup::{BackupArgs, Location, Pass, RestoreArgs, StoreArgs};
+pub use self::backup::{BackupArgs, RestoreArgs, StoreArgs};
 pub use self::cluster::{
     ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterMigrateArgs, ClusterPlanArgs, ClusterSourcesArgs,
     ClusterStatusArgs, ClusterSyncArgs, Renew,
 };
+pub(crate) use self::connections::open_tokens;
 pub use self::connections::{
     LenderNameArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEndArgs, RdmaOfferArgs,
     RdmaReadArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs,

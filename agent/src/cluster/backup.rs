@@ -13,6 +13,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use remora_backup::FetchOptions;
+use remora_backup::fetch::{self, Summary};
+use remora_base::files::{self, PRIVATE};
 use serde::Serialize;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
@@ -21,12 +24,11 @@ use super::plan::{self, Plan, Seen};
 use super::survey::{Shard, Survey};
 use crate::args::ClusterBackupArgs;
 use crate::exit::{Code, Failure};
+use crate::metrics::Scrapes;
 use crate::patience::{Patience, RETRY_FOR};
 use crate::progress;
 use crate::reader::data_set::DataSet;
 use crate::server::Task;
-use crate::snapshot::beside;
-use crate::snapshot::fetch::{self, Summary};
 use crate::tasks::blocking;
 use crate::units::Size;
 
@@ -71,11 +73,9 @@ struct NodeEntry {
 
 /// A file that is to be fetched.
 struct Job {
-    args: crate::args::FetchArgs,
+    options: FetchOptions,
     file: String,
     shard: usize,
-    /// That of the shard.
-    data_set: DataSet,
 }
 
 /// Runs `remora cluster backup`.
@@ -96,7 +96,7 @@ pub(super) async fn run(args: ClusterBackupArgs) -> Result<(), Failure> {
     for (number, shard) in before.shards.iter().enumerate() {
         // The verdict has said that each has one.
         let Some(seen) = sources.beside(shard) else { continue };
-        jobs.push(job(&args, number, shard, seen));
+        jobs.push(job(&args, number, shard, seen)?);
     }
     let mut fetched = fetch_all(jobs, args.at_once.into()).await?;
     fetched.sort_by_key(|(job, _)| job.shard);
@@ -118,8 +118,8 @@ pub(super) async fn run(args: ClusterBackupArgs) -> Result<(), Failure> {
     let (nodes, manifest) = (json(&nodes)?, json(&manifest)?);
     let folder = args.to.clone();
     blocking(move || {
-        beside::write(&folder.join("nodes.json"), &nodes, &fetch::PRIVATE)?;
-        Ok(beside::write(&folder.join(MANIFEST), &manifest, &fetch::PRIVATE)?)
+        files::write(&folder.join("nodes.json"), &nodes, &PRIVATE)?;
+        Ok(files::write(&folder.join(MANIFEST), &manifest, &PRIVATE)?)
     })
     .await?;
     progress::say(&format!(
@@ -145,14 +145,14 @@ fn prepare(folder: &Path) -> Result<(), Failure> {
     }
 }
 
-fn job(args: &ClusterBackupArgs, number: usize, shard: &Shard, seen: &Seen) -> Job {
+fn job(args: &ClusterBackupArgs, number: usize, shard: &Shard, seen: &Seen) -> Result<Job, Failure> {
     let node = &shard.primary.node;
     // A colon is not a character of file names everywhere.
     let host = node.host.replace(':', "_");
     let file = format!("redis-node-{host}-{}-{}.rdb", node.port, node.id);
     let to: PathBuf = args.to.join(&file);
     let data_set = DataSet::of_a_plan(&seen.plan, args.sources.expected.is_given());
-    Job { args: args.fetch(seen.address.clone(), to), file, shard: number, data_set }
+    Ok(Job { options: args.fetch(seen.address.clone(), to, data_set)?, file, shard: number })
 }
 
 /// Fetches all files, some at once. The first failure ends the others; what has arrived stays, and the same command
@@ -163,7 +163,7 @@ async fn fetch_all(jobs: Vec<Job>, at_once: usize) -> Result<Vec<(Job, Summary)>
         let turns = Arc::clone(&turns);
         fetching.spawn(async move {
             let _turn = turns.acquire().await;
-            let summary = fetch::to_file(&job.args, job.data_set.clone()).await?;
+            let summary = fetch::to_file(&job.options, |_| {}, &mut Scrapes::default()).await?;
             Ok::<_, Failure>((job, summary))
         });
     }

@@ -16,9 +16,8 @@
 //!   [`link`]. [`link::candidates`] keeps other processes from the server's link, and finds out where the
 //!   server is.
 //! - [`exact`] has the conditions under which a server is called an exact replica.
-//! - [`private`] keeps other users from what is written to disk.
 //! - [`remora_reader`] is the conversation with the source, what is believed of it, and the slots, as for a snapshot
-//!   without a server ([`crate::snapshot`]).
+//!   without a server ([`remora_backup`]).
 //! - [`attend`] stays beside a server whose own connections to its primary are intercepted, or does so once;
 //!   [`by_file`] restarts a server on its RDB file.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
@@ -38,10 +37,8 @@ mod prepared;
 mod primary;
 mod report;
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 
-pub(crate) use remora_base::files as private;
 use tokio::sync::oneshot;
 
 use self::attend::once;
@@ -52,8 +49,7 @@ pub(crate) use self::delivery::simulated as simulated_delivery;
 pub(crate) use self::driver::simulated;
 use self::driver::{Driver, Setup};
 use self::prepared::{Prepared, Suits};
-use crate::args::{Delivery, LenderNameArgs, PeerArgs, ReplicaArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs};
-use crate::conversation::certificates::CertificateRoles;
+use crate::args::{Delivery, PeerArgs, ReplicaArgs, open_tokens};
 use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::host_memory;
@@ -74,26 +70,6 @@ pub async fn run(args: ReplicaArgs) -> Result<(), Failure> {
         Watch::begin(Agent::Replica, args.metrics.metrics, args.metrics_file.metrics_file.as_deref()).await?;
     let outcome = sync(args, &mut scrapes).await;
     watch.end(outcome).await
-}
-
-/// The tokens of an agent that reads slots and lends them, and what protects its connections.
-///
-/// # Errors
-/// The options contradict each other, a file cannot be used, or slots must not be lent at the address that was given.
-pub(crate) fn open_tokens(
-    files: &[PathBuf],
-    security: &SecurityArgs,
-    source: &SourceKeyArgs,
-    (readers, lender): (&ReplicaNameArgs, &LenderNameArgs),
-    peer_listen: Option<SocketAddr>,
-) -> Result<TokenFiles, Failure> {
-    let roles = CertificateRoles { replicas: readers.replica_names.clone(), ..CertificateRoles::default() };
-    let opened = lender.apply(security, security.open_for(source, roles)?)?;
-    if let Some(listen) = peer_listen {
-        let refused = |why| Failure::refused(format!("this replica agent at --peer-listen {listen} {why}"));
-        opened.check(listen.ip()).map_err(refused)?;
-    }
-    TokenFiles::read(files, &[], opened)
 }
 
 async fn sync(args: ReplicaArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {

@@ -20,10 +20,12 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use remora_backup::fetch::{self, Whole};
+use remora_backup::{FetchOptions, PassOn, ReplicaOf, SnapshotFrom};
+use remora_base::files::Placing;
 use remora_table::Origin;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde::Serialize;
@@ -35,8 +37,8 @@ use super::preflight::{Primary, REWRITE, refuse_without_turning_saves_off, saves
 use super::prepared::{Prepared, Suits};
 use super::record::{Placed, Record, SAVE};
 use super::report;
-use crate::args::{FetchArgs, PassOnArgs, ReplicaArgs, SnapshotFromArgs};
-use crate::conversation::tokens::{Credentials, TokenFiles};
+use crate::args::ReplicaArgs;
+use crate::conversation::tokens::TokenFiles;
 use crate::exit::{Code, Failure};
 use crate::metrics::Scrapes;
 use crate::patience::Patience;
@@ -44,7 +46,6 @@ use crate::progress;
 use crate::reader::data_set::DataSet;
 use crate::server::{Client, Facts, Kept, Server, ServerError, Task};
 use crate::signals::{Signals, until_signal};
-use crate::snapshot::fetch::{self, Whole};
 use crate::tasks::blocking;
 use crate::units::{Size, readable};
 
@@ -80,8 +81,7 @@ pub(super) async fn run(args: ReplicaArgs, tokens: TokenFiles) -> Result<(), Fai
     if args.stay {
         return Err(Failure::new(Code::Usage, "--stay goes with --delivery link only"));
     }
-    let credentials = tokens.credentials(args.peers.expected.source_key);
-    match until_signal(prepare(args, credentials, command), ": the server was not touched").await? {
+    match until_signal(prepare(args, tokens, command), ": the server was not touched").await? {
         Some(delivery) => delivery.run().await,
         None => Ok(()),
     }
@@ -90,6 +90,7 @@ pub(super) async fn run(args: ReplicaArgs, tokens: TokenFiles) -> Result<(), Fai
 /// A delivery before its first change.
 struct Delivery {
     args: ReplicaArgs,
+    tokens: TokenFiles,
     command: String,
     server: Server,
     client: Client,
@@ -103,8 +104,9 @@ struct Delivery {
 }
 
 /// Finds out all that can be known before the server is touched. `None` if nothing is left to do.
-async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -> Result<Option<Delivery>, Failure> {
+async fn prepare(args: ReplicaArgs, tokens: TokenFiles, command: String) -> Result<Option<Delivery>, Failure> {
     let began = Instant::now();
+    let credentials = tokens.credentials(args.peers.expected.source_key);
     let left = take_up(&args, &command).await?;
     // What a server holds that was restarted on our file is ours to replace.
     let looks = ReplicaArgs { replace: args.replace || left.is_some(), ..args.clone() };
@@ -147,7 +149,7 @@ async fn prepare(args: ReplicaArgs, credentials: Credentials, command: String) -
         );
         return report::tell(&args, verdict, &plan, primary.facts.as_ref(), (reading, unchecked)).map(|()| None);
     }
-    Ok(Some(Delivery { args, command, server, client, record, facts, primary, data_set, place, began }))
+    Ok(Some(Delivery { args, tokens, command, server, client, record, facts, primary, data_set, place, began }))
 }
 
 /// What an agent before us has put in place without seeing the server in step. If the server is away, it is restarted.
@@ -180,8 +182,8 @@ struct Delivered {
 impl Delivery {
     async fn run(mut self) -> Result<(), Failure> {
         let mut signals = Signals::catch()?;
-        let fetch = self.fetch_args();
-        let whole = fetch::receive(&fetch, self.data_set.clone(), |_| {}, &mut Scrapes::default()).await?;
+        let fetch = self.fetched()?;
+        let whole = fetch::receive(&fetch, |_| {}, &mut Scrapes::default()).await?;
         // Until the server is in step, or is left otherwise.
         let _kept = self.keep(&fetch, &whole).await?;
         let stopped = |signal: &str| Failure::new(Code::Interrupted, format!("stopped by {signal}"));
@@ -215,7 +217,7 @@ impl Delivery {
 
     /// Has the primary keep the stream from the snapshot's offset on while the server is away. Where that is not
     /// possible, its backlog must suffice.
-    async fn keep(&self, fetch: &FetchArgs, whole: &Whole) -> Result<Option<Kept>, Failure> {
+    async fn keep(&self, fetch: &FetchOptions, whole: &Whole) -> Result<Option<Kept>, Failure> {
         let Origin { history, offset, .. } = whole.origin();
         // Sentinel would list the link that pins among the replicas, without an end.
         if self.primary.finding.is_none() {
@@ -240,34 +242,28 @@ impl Delivery {
     }
 
     /// What is fetched, and where it goes.
-    fn fetch_args(&self) -> FetchArgs {
+    fn fetched(&self) -> Result<FetchOptions, Failure> {
         let (args, peers, place) = (&self.args, &self.args.peers, &self.place);
-        let from = SnapshotFromArgs {
-            read: args.read.clone(),
-            token_file: args.token_files.first().cloned(),
-            name: Some(peers.name.clone().unwrap_or_else(|| self.server.url().to_string())),
-            security: peers.security.clone(),
-            expected: peers.expected.clone(),
+        let replicaof = match &args.by.write_replicaof {
+            Some(file) => Some(ReplicaOf { file: file.clone(), sentinels: peers.sentinel.open()? }),
+            None => None,
         };
-        let bytes = self.primary.data().unwrap_or(0);
-        let write_replicaof = args.by.write_replicaof.clone();
-        FetchArgs {
-            sentinel: peers.sentinel.clone(),
-            owner: place.owner,
-            mode: place.mode,
+        let from = SnapshotFrom {
+            read: args.read.plain(),
+            tokens: self.tokens.clone(),
+            source_key: peers.expected.source_key,
+            data_set: self.data_set.clone(),
+            name: peers.name.clone().unwrap_or_else(|| self.server.url().to_string()),
+        };
+        Ok(FetchOptions {
+            pass_on: Some(PassOn { relay: args.lend.relay.plain(), memory: args.memory }),
+            placing: Placing { owner: place.owner, mode: place.mode, replaces: true },
             // Decided when it is known whether the primary can be made to keep what the server needs.
             allow_stale: true,
-            need: RESTART_TIME + Duration::from_secs(bytes / LOAD_RATE),
-            write_replicaof,
-            pass_on: PassOnArgs {
-                relay: args.lend.relay.clone(),
-                lender: args.lend.lender.clone(),
-                readers: peers.readers.clone(),
-                memory: args.memory,
-            },
-            alone: false,
-            ..FetchArgs::of_a_backup(from, place.file.clone(), PathBuf::new())
-        }
+            need: RESTART_TIME + Duration::from_secs(self.primary.data().unwrap_or(0) / LOAD_RATE),
+            replicaof,
+            ..FetchOptions::new(from, place.file.clone())
+        })
     }
 
     /// Makes the server write no RDB file from now on.
@@ -308,7 +304,7 @@ impl Delivery {
         }
     }
 
-    async fn put_in_place(&mut self, fetch: &FetchArgs, whole: Whole) -> Result<Delivered, Failure> {
+    async fn put_in_place(&mut self, fetch: &FetchOptions, whole: Whole) -> Result<Delivered, Failure> {
         let fetched = Instant::now();
         let full_copies = self.primary.full_copies().await;
         let (place, ours) = (self.place.clone(), self.record.placed().map(|placed| placed.inode));

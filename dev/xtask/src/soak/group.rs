@@ -584,8 +584,10 @@ impl Agents {
         command.args(args).env("XDG_STATE_HOME", self.home.path()).env_remove("REMORA_PASSWORD");
         // Hosts do not share folders.
         command.env("XDG_RUNTIME_DIR", self.home.path().join(SIDES[side]));
-        command
-            .env("REMORA_LOG", "info,remora_agent=debug,remora_reader=debug,remora_server=debug,remora_source=debug");
+        command.env(
+            "REMORA_LOG",
+            "info,remora_agent=debug,remora_backup=debug,remora_reader=debug,remora_server=debug,remora_source=debug",
+        );
         if let Some(host) = host {
             host.enter(&mut command)?;
         }

@@ -18,16 +18,16 @@ use std::time::{Duration, Instant};
 use remora_redis::rdb::crc64;
 use serde::{Deserialize, Serialize};
 
-use super::commands_file::{HEAD_BYTES, head};
-use super::journal::recorder::{Files, Finished};
-use super::manifest::{Damaged, Kind, Manifest, Stored, is_name, oldest_first};
-use super::moment::Moment;
-use super::sealing::{ENDING, FORMAT, Recipients, Sealing};
-use super::shelf::Shelf;
-use super::store::{self, Object, Store, Upload, get, put};
-use crate::checked_json::{self, Checksum};
-use crate::exit::{Code, Failure};
-use crate::replica::private::{Claim, Folder, is_unsafe};
+use crate::commands_file::{HEAD_BYTES, head};
+use crate::manifest::{Damaged, Kind, Manifest, Stored, is_name, oldest_first};
+use crate::recorder::{Files, Finished};
+use crate::sealing::{ENDING, FORMAT, Recipients, Sealing};
+use crate::shelf::Shelf;
+use crate::store::{self, Object, Store, Upload, get, put};
+use remora_base::files::{Claim, Folder, is_unsafe};
+use remora_base::moment::Moment;
+use remora_process::checked_json::{self, Checksum};
+use remora_process::exit::{Code, Failure};
 use remora_process::rdb_file::RdbFile;
 
 /// The snapshot that arrives, in the spool folder.
@@ -41,7 +41,7 @@ const NAMES: u32 = 1000;
 
 /// An archive that this command writes to.
 #[derive(Debug)]
-pub(super) struct Archive {
+pub(crate) struct Archive {
     store: Arc<dyn Store>,
     /// The folder of this host where things are before they are sent.
     spool: PathBuf,
@@ -62,7 +62,7 @@ impl Archive {
     ///
     /// # Errors
     /// The store cannot be reached, or the folder cannot be used.
-    pub(super) fn open(
+    pub(crate) fn open(
         store: Arc<dyn Store>,
         spool: &Path,
         recipients: Option<Recipients>,
@@ -90,28 +90,28 @@ impl Archive {
         Ok(archive)
     }
 
-    pub(super) fn store(&self) -> &dyn Store {
+    pub(crate) fn store(&self) -> &dyn Store {
         &*self.store
     }
 
     /// Where the snapshot arrives, on this host.
-    pub(super) fn incoming_file(&self) -> PathBuf {
+    pub(crate) fn incoming_file(&self) -> PathBuf {
         self.spool.join(INCOMING)
     }
 
     /// The folder of this host where things are before they are sent.
-    pub(super) fn spool(&self) -> &Path {
+    pub(crate) fn spool(&self) -> &Path {
         &self.spool
     }
 
     /// Sends nothing more: what is under way fails soon.
-    pub(super) fn stop(&self) {
+    pub(crate) fn stop(&self) {
         self.stop.store(true, Relaxed);
         self.store.stop();
     }
 
     /// The address of a backup.
-    pub(super) fn address_of(&self, manifest: &Manifest) -> String {
+    pub(crate) fn address_of(&self, manifest: &Manifest) -> String {
         self.store.address(&manifest.name)
     }
 
@@ -119,7 +119,7 @@ impl Archive {
     ///
     /// # Errors
     /// The store cannot be read.
-    pub(super) fn find(&self, manifest: &Manifest) -> Result<Option<String>, Failure> {
+    pub(crate) fn find(&self, manifest: &Manifest) -> Result<Option<String>, Failure> {
         let found = read(self.store(), name_of(manifest))?;
         Ok(found.map(|found| self.address_of(&found)))
     }
@@ -128,7 +128,7 @@ impl Archive {
     ///
     /// # Errors
     /// The store cannot be written to.
-    pub(super) fn place(&self, rdb: &RdbFile, manifest: &Manifest) -> Result<String, Failure> {
+    pub(crate) fn place(&self, rdb: &RdbFile, manifest: &Manifest) -> Result<String, Failure> {
         let mut manifest = manifest.clone();
         manifest.name = name_of(&manifest).to_owned();
         self.begin(&manifest.name)?;
@@ -228,7 +228,7 @@ impl Archive {
     }
 
     /// Removes the oldest backups of the same history and kind, so that `keep` stay.
-    pub(super) fn keep(&self, newest: &Manifest, keep: u32) -> Result<(), Failure> {
+    pub(crate) fn keep(&self, newest: &Manifest, keep: u32) -> Result<(), Failure> {
         let mut all = list(self.store(), Damaged::Skipped)?;
         all.retain(|backup| backup.kind == newest.kind && backup.replid == newest.replid);
         let surplus = all.len().saturating_sub(keep as usize);
@@ -295,7 +295,7 @@ fn name_of(manifest: &Manifest) -> &str {
 }
 
 /// What has gone wrong in a store, if it was that, or what this error says of a thing.
-pub(super) fn failure_of(error: io::Error, what: &str) -> Failure {
+pub(crate) fn failure_of(error: io::Error, what: &str) -> Failure {
     match error.downcast::<Failure>() {
         Ok(failure) => failure,
         Err(error) => Failure::local(format!("{what}: {error}")),
@@ -322,15 +322,15 @@ const WRITER: &str = ".remora-writer";
 
 /// How far the segments of a backup reach.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Reached {
+pub(crate) struct Reached {
     /// How many segments there are.
-    pub(super) segments: u64,
+    pub(crate) segments: u64,
     /// The last byte of the stream in them.
-    pub(super) offset: u64,
+    pub(crate) offset: u64,
     /// The database that is selected there.
-    pub(super) database: u64,
+    pub(crate) database: u64,
     /// The last second that was noted.
-    pub(super) noted_seconds: Moment,
+    pub(crate) noted_seconds: Moment,
     /// From 2 on, the object has a checksum.
     #[serde(default)]
     version: u32,
@@ -361,15 +361,15 @@ impl Reached {
 
 /// A segment, as its key says it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Segment {
-    pub(super) key: String,
+pub(crate) struct Segment {
+    pub(crate) key: String,
     /// From 1 on, without a gap.
-    pub(super) number: u64,
+    pub(crate) number: u64,
     /// The second in which it was begun: no command in it is of an earlier one.
-    pub(super) begun: Moment,
+    pub(crate) begun: Moment,
     /// Checksum of the object.
-    pub(super) crc: u64,
-    pub(super) bytes: u64,
+    pub(crate) crc: u64,
+    pub(crate) bytes: u64,
 }
 
 fn manifest_key(name: &str) -> String {
@@ -411,7 +411,7 @@ impl Segment {
 }
 
 /// The segments of a backup, in order.
-pub(super) fn segments(store: &dyn Store, name: &str) -> Result<Vec<Segment>, Failure> {
+pub(crate) fn segments(store: &dyn Store, name: &str) -> Result<Vec<Segment>, Failure> {
     let mut all: Vec<Segment> = store.list(&format!("{name}/commands"))?.into_iter().filter_map(Segment::of).collect();
     all.sort_by_key(|segment| segment.number);
     Ok(all)
@@ -421,14 +421,14 @@ pub(super) fn segments(store: &dyn Store, name: &str) -> Result<Vec<Segment>, Fa
 ///
 /// # Errors
 /// The object is missing or damaged.
-pub(super) fn reached(store: &dyn Store, name: &str) -> Result<Reached, Failure> {
+pub(crate) fn reached(store: &dyn Store, name: &str) -> Result<Reached, Failure> {
     let key = reached_key(name);
     let bytes = get(store, &key)?.ok_or_else(|| missing(store, &key))?;
     Reached::parse(&bytes).map_err(|error| Failure::refused(format!("{} is damaged: {error}", store.address(&key))))
 }
 
 /// What is said of an object that must be there.
-pub(super) fn missing(store: &dyn Store, key: &str) -> Failure {
+pub(crate) fn missing(store: &dyn Store, key: &str) -> Failure {
     Failure::refused(format!("{} is missing: the backup is damaged", store.address(key)))
 }
 
@@ -436,7 +436,7 @@ pub(super) fn missing(store: &dyn Store, key: &str) -> Failure {
 ///
 /// # Errors
 /// The store cannot be read, or a manifest is damaged and that is an error.
-pub(super) fn list(store: &dyn Store, damaged: Damaged) -> Result<Vec<Manifest>, Failure> {
+pub(crate) fn list(store: &dyn Store, damaged: Damaged) -> Result<Vec<Manifest>, Failure> {
     let mut all = Vec::new();
     for Object { key, .. } in store.list("")? {
         let Some(name) = key.strip_suffix(".json").filter(|name| is_name(name)) else { continue };
@@ -449,7 +449,7 @@ pub(super) fn list(store: &dyn Store, damaged: Damaged) -> Result<Vec<Manifest>,
 ///
 /// # Errors
 /// The store cannot be read, or the manifest is damaged.
-pub(super) fn read(store: &dyn Store, name: &str) -> Result<Option<Manifest>, Failure> {
+pub(crate) fn read(store: &dyn Store, name: &str) -> Result<Option<Manifest>, Failure> {
     let key = manifest_key(name);
     let Some(bytes) = get(store, &key)? else { return Ok(None) };
     let manifest = Manifest::parse(&bytes, name, &store.address(&key))?;
@@ -467,7 +467,7 @@ pub(super) fn read(store: &dyn Store, name: &str) -> Result<Option<Manifest>, Fa
 
 /// Where the commands of one backup go.
 #[derive(Debug)]
-pub(super) struct Segments {
+pub(crate) struct Segments {
     archive: Arc<Archive>,
     /// A segment is sent when it is as old or as large as this.
     limits: Limits,
@@ -476,9 +476,9 @@ pub(super) struct Segments {
 
 /// When a segment is sent.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
-    pub(super) age: Duration,
-    pub(super) bytes: u64,
+pub(crate) struct Limits {
+    pub(crate) age: Duration,
+    pub(crate) bytes: u64,
 }
 
 #[derive(Debug)]
@@ -516,12 +516,12 @@ struct Ended {
 
 impl Segments {
     /// Those of a backup that begins.
-    pub(super) fn new(archive: Arc<Archive>, limits: Limits) -> Segments {
+    pub(crate) fn new(archive: Arc<Archive>, limits: Limits) -> Segments {
         Segments::of(archive, limits, None, None, Reached::default())
     }
 
     /// Those of a backup that goes on.
-    pub(super) fn again(archive: Arc<Archive>, limits: Limits, name: String, reached: Reached) -> Segments {
+    pub(crate) fn again(archive: Arc<Archive>, limits: Limits, name: String, reached: Reached) -> Segments {
         Segments::of(archive, limits, Some(name), Some(reached.database), reached)
     }
 
@@ -547,7 +547,7 @@ impl Segments {
     ///
     /// # Errors
     /// The store cannot be written to.
-    pub(super) fn publish(&self, rdb: &RdbFile, manifest: &Manifest) -> Result<Manifest, Failure> {
+    pub(crate) fn publish(&self, rdb: &RdbFile, manifest: &Manifest) -> Result<Manifest, Failure> {
         let name = self.archive.free_name(manifest)?;
         let mut manifest = manifest.clone();
         manifest.name.clone_from(&name);
@@ -744,7 +744,7 @@ mod tests {
         for key in [format!("{other}.rdb"), format!("{other}/base.rdb.age"), reached_key(other)] {
             put(archive.store(), &key, b"half").unwrap();
         }
-        let segment = segment_key(other, 1, super::super::moment::Moment::now(), 0, true);
+        let segment = segment_key(other, 1, remora_base::moment::Moment::now(), 0, true);
         put(archive.store(), &segment, b"half").unwrap();
         put(archive.store(), "20261125T234502Z-foreign.rdb", b"not ours").unwrap();
         drop(archive);

@@ -7,12 +7,12 @@ use std::path::Path;
 use remora_redis::aof::FileKind;
 use serde::Serialize;
 
-use super::super::commands_file::{AofFile, End};
-use super::super::manifest::checked_snapshot;
-use super::super::moment::Moment;
 use super::AofFolder;
-use crate::args::Pass;
-use crate::exit::Failure;
+use crate::commands_file::{AofFile, End};
+use crate::manifest::checked_snapshot;
+use crate::options::Pass;
+use remora_base::moment::Moment;
+use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
 
 /// What the commands of a backup are.

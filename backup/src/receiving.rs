@@ -9,7 +9,6 @@
 //!
 //! Where slots are passed on, the source also says from which replica they come, and [`Relay`] connects to it.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,23 +17,22 @@ use tokio::sync::watch;
 use tokio::task::{JoinError, JoinHandle};
 use tokio::time::MissedTickBehavior;
 
-use super::arrival::{Arrival, ArrivalError, ArrivalNews, Keeper, Stage, Target};
-use crate::args::{LenderNameArgs, PassOnArgs, ReplicaNameArgs, SnapshotFromArgs};
-use crate::backoff::Backoff;
-use crate::conversation::tokens::{Credentials, TokenFiles};
-use crate::exit::{Code, Failure};
-use crate::patience::RETRY_FOR;
-use crate::progress::{Meter, Unit};
-use crate::reader::data_set::DataSet;
-use crate::reader::loss::{Loss, no_snapshot, wait_limit};
-use crate::reader::meter::Meter as Counters;
-use crate::reader::relay::reader::{Lost, ReadFrom};
-use crate::reader::relay::{Relay, Said};
-use crate::reader::source::{Chosen, Received, Session, Sinks, Source, join};
-use crate::reader::{ReadOptions, RelayOptions};
-use crate::replica::open_tokens;
-use crate::tasks::blocking;
-use crate::{events, free_space, host_memory, patience as startup};
+use crate::arrival::{Arrival, ArrivalError, ArrivalNews, Keeper, Stage, Target};
+use crate::options::{PassOn, SnapshotFrom};
+use remora_base::pace::Backoff;
+use remora_conversation::tokens::{Credentials, TokenFiles};
+use remora_process::exit::{Code, Failure};
+use remora_process::patience::RETRY_FOR;
+use remora_process::progress::{Meter, Unit};
+use remora_process::tasks::blocking;
+use remora_process::{events, free_space, host_memory, patience as startup};
+use remora_reader::data_set::DataSet;
+use remora_reader::loss::{Loss, no_snapshot, wait_limit};
+use remora_reader::meter::Meter as Counters;
+use remora_reader::relay::reader::{Lost, ReadFrom};
+use remora_reader::relay::{Relay, Said};
+use remora_reader::source::{Chosen, Received, Session, Sinks, Source, join};
+use remora_reader::{ReadOptions, RelayOptions};
 
 /// How often progress is shown, and told to the source.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
@@ -46,30 +44,30 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 const BUFFER_MEMORY: u64 = 96 << 20;
 
 /// Receives one snapshot into a target.
-pub(super) struct Receiving {
-    pub(super) read: ReadOptions,
-    pub(super) credentials: Credentials,
+pub(crate) struct Receiving {
+    pub(crate) read: ReadOptions,
+    pub(crate) credentials: Credentials,
     /// What the source's snapshot must be of.
-    pub(super) data_set: DataSet,
+    pub(crate) data_set: DataSet,
     /// The name that the source shows.
-    pub(super) name: String,
-    pub(super) target: Arc<dyn Target>,
+    pub(crate) name: String,
+    pub(crate) target: Arc<dyn Target>,
     /// Whether the primary is asked at the end if it would continue from the snapshot.
-    pub(super) asks: bool,
+    pub(crate) asks: bool,
     /// How slots pass between this command and replicas; `None`: they come from the source alone.
-    pub(super) passing: Option<Passing>,
+    pub(crate) passing: Option<Passing>,
     /// Told when a snapshot has begun to arrive.
-    pub(super) begun: watch::Sender<bool>,
+    pub(crate) begun: watch::Sender<bool>,
     /// True when it is to stop.
-    pub(super) stopped: watch::Receiver<bool>,
+    pub(crate) stopped: watch::Receiver<bool>,
 }
 
 /// How slots pass between this command and replicas.
-pub(super) struct Passing {
-    pub(super) tokens: TokenFiles,
-    pub(super) options: RelayOptions,
+pub(crate) struct Passing {
+    pub(crate) tokens: TokenFiles,
+    pub(crate) options: RelayOptions,
     /// For slots that replicas read here.
-    pub(super) memory: u64,
+    pub(crate) memory: u64,
 }
 
 /// This command's part in passing slots on.
@@ -88,12 +86,12 @@ struct Present {
 }
 
 /// A snapshot that has arrived.
-pub(super) struct Arrived {
-    pub(super) kept: Arc<dyn Keeper>,
+pub(crate) struct Arrived {
+    pub(crate) kept: Arc<dyn Keeper>,
     /// What the source says of itself and its server.
-    pub(super) plan: Offer,
+    pub(crate) plan: Offer,
     /// Whether the primary would continue from it at this moment, or why not. `None`: it was not asked.
-    pub(super) covered: Option<Result<(), String>>,
+    pub(crate) covered: Option<Result<(), String>>,
 }
 
 /// What a session waits for.
@@ -148,7 +146,7 @@ impl Receiving {
     ///
     /// # Errors
     /// The source cannot be reached for too long or refuses, or the bytes cannot be kept.
-    pub(super) async fn run(mut self) -> Result<Option<Arrived>, Failure> {
+    pub(crate) async fn run(mut self) -> Result<Option<Arrived>, Failure> {
         let mut patience = Patience { backoff: Backoff::from_system(), away_since: None, reached: 0, waiting: None };
         let mut waits = startup::Patience::new(self.read.retry_for, RETRY_FOR);
         let (mut source, plan) = loop {
@@ -591,47 +589,37 @@ impl Patience {
 // Reception: a snapshot that is being received, as the commands hold it.
 
 /// The task that receives a snapshot.
-pub(super) type Running = JoinHandle<Result<Option<Arrived>, Failure>>;
+pub(crate) type Running = JoinHandle<Result<Option<Arrived>, Failure>>;
 
 /// A snapshot that is being received, and what stops it.
-pub(super) struct Reception {
-    pub(super) running: Running,
+pub(crate) struct Reception {
+    pub(crate) running: Running,
     /// Set to stop it.
-    pub(super) stop: watch::Sender<bool>,
+    pub(crate) stop: watch::Sender<bool>,
     /// True once a snapshot has begun to arrive.
-    pub(super) begun: watch::Receiver<bool>,
+    pub(crate) begun: watch::Receiver<bool>,
 }
 
 impl Reception {
-    /// Begins to receive. `name`: under which the source shows it, unless the user has given another one; `asks`:
-    /// whether the primary is asked at the end if it would continue from the snapshot; `pass_on`: how slots pass
-    /// between this command and replicas, if they do;
-    /// `data_set`: what the snapshot must be of.
+    /// Begins to receive. `asks`: whether the primary is asked at the end if it would continue from the snapshot;
+    /// `pass_on`: how slots pass between this command and replicas, if they do.
     ///
     /// # Errors
-    /// The token or the certificates cannot be used.
-    pub(super) fn start(
-        from: &SnapshotFromArgs,
-        name: &str,
+    /// This host has too little memory for slots that others read, or the system refused a handler of signals.
+    pub(crate) fn start(
+        from: &SnapshotFrom,
         target: Arc<dyn Target>,
         asks: bool,
-        pass_on: Option<&PassOnArgs>,
-        data_set: DataSet,
+        pass_on: Option<&PassOn>,
     ) -> Result<Reception, Failure> {
-        let files: Vec<PathBuf> = from.token_file.iter().cloned().collect();
         pass_on.map_or(Ok(()), |pass_on| host_memory::check("--memory", pass_on.memory))?;
-        let (readers, lender, relay) = match pass_on {
-            Some(pass_on) => (pass_on.readers.clone(), pass_on.lender.clone(), pass_on.relay.plain()),
-            None => (ReplicaNameArgs::default(), LenderNameArgs::default(), RelayOptions::default()),
-        };
-        let tokens = open_tokens(&files, &from.security, &from.expected, (&readers, &lender), relay.peer_listen)?;
-        let credentials = tokens.credentials(from.expected.source_key);
-        let rereading = tokens.read_again_on_hangup()?;
-        let passing = pass_on.map(|pass_on| Passing { tokens, options: relay, memory: pass_on.memory.get() });
+        let rereading = from.tokens.read_again_on_hangup()?;
+        let (tokens, credentials) = (from.tokens.clone(), from.credentials());
+        let passing =
+            pass_on.map(|PassOn { relay, memory }| Passing { tokens, options: relay.clone(), memory: memory.get() });
         let (begin, begun) = watch::channel(false);
         let (stop, stopped) = watch::channel(false);
-        let name = from.name.clone().unwrap_or_else(|| name.to_owned());
-        let read = from.read.plain();
+        let SnapshotFrom { read, data_set, name, .. } = from.clone();
         let receiving = Receiving { read, credentials, data_set, name, target, asks, passing, begun: begin, stopped };
         let running = tokio::spawn(async move {
             let _rereading = rereading;
@@ -642,14 +630,14 @@ impl Reception {
 }
 
 /// What receiving has ended with.
-pub(super) fn outcome(done: Result<Result<Option<Arrived>, Failure>, JoinError>) -> Result<Option<Arrived>, Failure> {
+pub(crate) fn outcome(done: Result<Result<Option<Arrived>, Failure>, JoinError>) -> Result<Option<Arrived>, Failure> {
     done.unwrap_or_else(|error| {
         Err(Failure::local(format!("receiving failed: {error}; this is a bug of remora, please report it")))
     })
 }
 
 /// Stops what still arrives, and waits until the source knows.
-pub(super) async fn end(receiving: Running, stop: &watch::Sender<bool>) -> Result<(), Failure> {
+pub(crate) async fn end(receiving: Running, stop: &watch::Sender<bool>) -> Result<(), Failure> {
     stop.send_replace(true);
     outcome(receiving.await).map(|_| ())
 }

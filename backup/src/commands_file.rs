@@ -9,9 +9,9 @@ use remora_redis::aof::{Found, Manifest as List, TIME_NOTE, Verb, Walker};
 use remora_redis::rdb::crc64;
 use remora_redis::resp;
 
-use super::moment::Moment;
-use crate::checked_json::Checksum;
-use crate::exit::Failure;
+use remora_base::moment::Moment;
+use remora_process::checked_json::Checksum;
+use remora_process::exit::Failure;
 
 // AOF file: reads all of a file of commands, or up to a moment, and finds its last border and its last mark.
 
@@ -20,36 +20,36 @@ const PIECE: usize = 1 << 20;
 
 /// A file that was read.
 #[derive(Debug)]
-pub(super) struct AofFile {
+pub(crate) struct AofFile {
     /// Bytes up to the last border, or to the moment.
-    pub(super) used: u64,
-    pub(super) commands: u64,
-    pub(super) transactions: u64,
+    pub(crate) used: u64,
+    pub(crate) commands: u64,
+    pub(crate) transactions: u64,
     /// Commands that change the map of a cluster: no backup has them any more.
-    pub(super) cluster: u64,
-    pub(super) first: Option<Moment>,
-    pub(super) last: Option<Moment>,
+    pub(crate) cluster: u64,
+    pub(crate) first: Option<Moment>,
+    pub(crate) last: Option<Moment>,
     /// The last mark before the end of what is used, and where it ends.
-    pub(super) mark: Option<Mark>,
-    pub(super) mark_ends: u64,
+    pub(crate) mark: Option<Mark>,
+    pub(crate) mark_ends: u64,
     /// The database that is selected there.
-    pub(super) mark_database: u64,
+    pub(crate) mark_database: u64,
     /// The last second that is named before it.
-    pub(super) mark_noted: Option<Moment>,
+    pub(crate) mark_noted: Option<Moment>,
     /// Checksum of what is behind the head, up to there.
-    pub(super) mark_sum: u64,
+    pub(crate) mark_sum: u64,
     /// What of it no checksum covers; empty if all is covered up to the last mark.
     unchecked: String,
     /// Whether it names seconds.
-    pub(super) has_times: bool,
+    pub(crate) has_times: bool,
     /// The first second that it names, also where it is cut there.
-    pub(super) begins: Option<Moment>,
-    pub(super) end: End,
+    pub(crate) begins: Option<Moment>,
+    pub(crate) end: End,
 }
 
 /// Where a file ends.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(crate) enum End {
     /// At a border.
     Whole,
     /// Behind one. This is its length.
@@ -63,7 +63,7 @@ impl AofFile {
     ///
     /// # Errors
     /// It cannot be read, or holds something else than commands.
-    pub(super) fn read(path: &Path, until: Option<Moment>) -> Result<AofFile, Failure> {
+    pub(crate) fn read(path: &Path, until: Option<Moment>) -> Result<AofFile, Failure> {
         let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", path.display()));
         let mut file = File::open(path).map_err(unreadable)?;
         if !file.metadata().map_err(unreadable)?.is_file() {
@@ -142,7 +142,7 @@ impl AofFile {
     ///
     /// # Errors
     /// As [`AofFile::read`].
-    pub(super) fn first_second(path: &Path) -> Result<Option<Moment>, Failure> {
+    pub(crate) fn first_second(path: &Path) -> Result<Option<Moment>, Failure> {
         Ok(AofFile::read(path, Some(Moment::default()))?.begins)
     }
 
@@ -175,7 +175,7 @@ impl AofFile {
     ///
     /// # Errors
     /// There is such a part.
-    pub(super) fn refuse_what_is_not_checked(&self, path: &Path, is_last: bool) -> Result<(), Failure> {
+    pub(crate) fn refuse_what_is_not_checked(&self, path: &Path, is_last: bool) -> Result<(), Failure> {
         let damaged = |what: &str| Err(Failure::refused(format!("{} is damaged: {what}", path.display())));
         if !self.unchecked.is_empty() {
             return damaged(&self.unchecked);
@@ -266,36 +266,36 @@ fn has_a_mark(path: &Path, from: u64, to: u64) -> Result<bool, Failure> {
 // Servers and their tools skip notes that they do not know. A backup that is started again goes on at the last mark.
 
 /// The end of a note.
-pub(super) const NOTE_END: &[u8] = b"\r\n";
+pub(crate) const NOTE_END: &[u8] = b"\r\n";
 
 /// How far the stream is: everything up to this offset is in front of the mark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Mark {
-    pub(super) offset: u64,
+pub(crate) struct Mark {
+    pub(crate) offset: u64,
     /// Checksum of all that stands before, behind the head, and of the mark's own offset. `None` in a head, and in
     /// files of older programs.
-    pub(super) sum: Option<u64>,
+    pub(crate) sum: Option<u64>,
 }
 
 /// What a mark begins with.
-pub(super) const BEGIN: &str = "#REMORA:";
+pub(crate) const BEGIN: &str = "#REMORA:";
 
 /// Digits of a checksum.
 const SUM_DIGITS: usize = 16;
 
 impl Mark {
     /// A mark without a checksum, as heads have it.
-    pub(super) fn of_a_head(offset: u64) -> Mark {
+    pub(crate) fn of_a_head(offset: u64) -> Mark {
         Mark { offset, sum: None }
     }
 
     /// A mark behind bytes with this checksum.
-    pub(super) fn behind(offset: u64, before: u64) -> Mark {
+    pub(crate) fn behind(offset: u64, before: u64) -> Mark {
         Mark { offset, sum: Some(crc64(before, format!("{BEGIN}{offset}:").as_bytes())) }
     }
 
     /// Reads a note; `None` if it is another one.
-    pub(super) fn parse(note: &[u8]) -> Option<Mark> {
+    pub(crate) fn parse(note: &[u8]) -> Option<Mark> {
         let text = std::str::from_utf8(note).ok()?.strip_prefix(BEGIN)?;
         let (digits, sum) = match text.split_once(':') {
             Some((digits, sum)) if sum.len() == SUM_DIGITS => (digits, Some(u64::from_str_radix(sum, 16).ok()?)),
@@ -307,12 +307,12 @@ impl Mark {
     }
 
     /// Whether the checksum is that of bytes with this checksum before it. True if it has none.
-    pub(super) fn fits(self, before: u64) -> bool {
+    pub(crate) fn fits(self, before: u64) -> bool {
         self.sum.is_none() || self == Mark::behind(self.offset, before)
     }
 
     /// Appends the note.
-    pub(super) fn write(self, out: &mut Vec<u8>) {
+    pub(crate) fn write(self, out: &mut Vec<u8>) {
         let sum = self.sum.map_or_else(String::new, |sum| format!(":{sum:016x}"));
         out.extend_from_slice(format!("{BEGIN}{}{sum}", self.offset).as_bytes());
         out.extend_from_slice(NOTE_END);
@@ -324,10 +324,10 @@ impl Mark {
 
 /// Bytes at the beginning of each file of commands: which database, how far the stream is, and a note with a checksum
 /// of both that fills the rest. Enough for both with their longest numbers, so that the database can be put in later.
-pub(super) const HEAD_BYTES: usize = 128;
+pub(crate) const HEAD_BYTES: usize = 128;
 
 /// The head of a file that begins in this database, behind this offset of the stream.
-pub(super) fn head(database: u64, offset: u64) -> Vec<u8> {
+pub(crate) fn head(database: u64, offset: u64) -> Vec<u8> {
     let mut head = Vec::with_capacity(HEAD_BYTES);
     resp::command(&mut head, &["SELECT", &database.to_string()]);
     Mark::of_a_head(offset).write(&mut head);
@@ -345,14 +345,14 @@ pub(super) fn head(database: u64, offset: u64) -> Vec<u8> {
 const COMMENT: &str = "# remora crc64 ";
 
 /// The text of a list, with its checksum.
-pub(super) fn checked_list(list: &List) -> String {
+pub(crate) fn checked_list(list: &List) -> String {
     let text = list.to_string();
     let crc = crc64(0, text.as_bytes());
     format!("{text}{COMMENT}{crc:016x}\n")
 }
 
 /// Compares the checksum of such a text.
-pub(super) fn check(text: &[u8]) -> Checksum {
+pub(crate) fn check(text: &[u8]) -> Checksum {
     let comment = COMMENT.as_bytes();
     let Some(at) = text.windows(comment.len()).rposition(|window| window == comment) else { return Checksum::Missing };
     let (before, rest) = text.split_at(at);

@@ -10,16 +10,15 @@ use std::time::Duration;
 use remora_redis::aof::{FileKind, Manifest as List, NamedFile};
 use rustix::fs::RenameFlags;
 
-use super::super::Target;
-use super::super::archive::{self, Limits, Segments};
-use super::super::commands_file::{HEAD_BYTES, checked_list, head};
-use super::super::manifest::{Damaged, Kind, Manifest};
-use super::super::shelf::{MANIFEST, Shelf};
-use super::recorder::{Files, Finished, Recorder};
-use crate::args::BackupArgs;
-use crate::exit::Failure;
-use crate::snapshot::beside;
-use crate::snapshot::fetch::PRIVATE;
+use crate::archive::{self, Limits, Segments};
+use crate::commands_file::{HEAD_BYTES, checked_list, head};
+use crate::destination::Destination;
+use crate::manifest::{Damaged, Kind, Manifest};
+use crate::options::JournalOptions;
+use crate::recorder::{Files, Finished, Recorder};
+use crate::shelf::{MANIFEST, Shelf};
+use remora_base::files::{self, PRIVATE};
+use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
 
 /// A set without a name.
@@ -37,8 +36,8 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    pub(super) fn of(args: &BackupArgs) -> Sizes {
-        Sizes { file_size: args.file_size.get(), segment_every: args.segment_every }
+    pub(super) fn of(options: &JournalOptions) -> Sizes {
+        Sizes { file_size: options.file_size.get(), segment_every: options.segment_every }
     }
 
     fn limits(self) -> Limits {
@@ -50,10 +49,10 @@ impl Sizes {
 ///
 /// # Errors
 /// It is there, and cannot be gone on with.
-pub(super) fn resume(target: &Target, sizes: Sizes) -> Result<Option<(Manifest, Recorder)>, Failure> {
+pub(super) fn resume(target: &Destination, sizes: Sizes) -> Result<Option<(Manifest, Recorder)>, Failure> {
     match target {
-        Target::Folder(shelf) => resume_folder(shelf, sizes),
-        Target::Archive(archive) => {
+        Destination::Folder(shelf) => resume_folder(shelf, sizes),
+        Destination::Archive(archive) => {
             let all = archive::list(archive.store(), Damaged::Skipped)?;
             let Some(newest) = all.into_iter().rev().find(|backup| backup.kind == Kind::Journal) else {
                 return Ok(None);
@@ -80,7 +79,7 @@ fn resume_folder(shelf: &Shelf, sizes: Sizes) -> Result<Option<(Manifest, Record
     Ok(Some((newest.manifest, recorder)))
 }
 
-fn unusable(target: &Target, error: &std::io::Error) -> Failure {
+fn unusable(target: &Destination, error: &std::io::Error) -> Failure {
     Failure::local(format!("{target} cannot be used: {error}"))
 }
 
@@ -88,14 +87,14 @@ fn unusable(target: &Target, error: &std::io::Error) -> Failure {
 ///
 /// # Errors
 /// Its first file cannot be made.
-pub(super) fn begin(target: &Target, sizes: Sizes, offset: u64) -> Result<(Beginning, Recorder), Failure> {
+pub(super) fn begin(target: &Destination, sizes: Sizes, offset: u64) -> Result<(Beginning, Recorder), Failure> {
     let failed = |error| unusable(target, &error);
     let (set, files): (Beginning, Arc<dyn Files>) = match target {
-        Target::Folder(shelf) => {
+        Destination::Folder(shelf) => {
             let place = Arc::new(Place::create(shelf.incoming_folder()?, sizes.file_size).map_err(failed)?);
             (Beginning::Folder(Arc::clone(&place)), place)
         }
-        Target::Archive(archive) => {
+        Destination::Archive(archive) => {
             let segments = Arc::new(Segments::new(Arc::clone(archive), sizes.limits()));
             (Beginning::Archive(Arc::clone(&segments)), segments)
         }
@@ -108,14 +107,19 @@ impl Beginning {
     ///
     /// # Errors
     /// Something cannot be written.
-    pub(super) fn publish(&self, target: &Target, rdb: &RdbFile, manifest: &Manifest) -> Result<Manifest, Failure> {
+    pub(super) fn publish(
+        &self,
+        target: &Destination,
+        rdb: &RdbFile,
+        manifest: &Manifest,
+    ) -> Result<Manifest, Failure> {
         match (self, target) {
-            (Beginning::Folder(place), Target::Folder(shelf)) => {
+            (Beginning::Folder(place), Destination::Folder(shelf)) => {
                 let incoming: PathBuf = shelf.incoming_file();
                 place.publish(&incoming, rdb, manifest, shelf.folder())
             }
             (Beginning::Archive(segments), _) => segments.publish(rdb, manifest),
-            (Beginning::Folder(_), Target::Archive(_)) => {
+            (Beginning::Folder(_), Destination::Archive(_)) => {
                 Err(Failure::local("a folder was begun for an archive; this is a bug of remora, please report it"))
             }
         }
@@ -147,7 +151,7 @@ const NAMES: u32 = 1000;
 
 /// The folder of a snapshot and its commands.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(crate) struct Place {
     state: Mutex<State>,
     /// A file that is larger is followed by another one.
     file_size: u64,
@@ -171,7 +175,7 @@ fn name_of(number: u64) -> String {
 
 impl Place {
     /// A new one in an empty folder.
-    pub(super) fn create(folder: PathBuf, file_size: u64) -> io::Result<Place> {
+    pub(crate) fn create(folder: PathBuf, file_size: u64) -> io::Result<Place> {
         fs::DirBuilder::new().mode(0o700).create(folder.join(FOLDER))?;
         let (numbers, unselected) = (Vec::new(), Vec::new());
         let state = State { folder, numbers, has_base: false, database: None, unselected };
@@ -182,7 +186,7 @@ impl Place {
     ///
     /// # Errors
     /// Its list cannot be read.
-    pub(super) fn reopen(folder: &Path, file_size: u64) -> Result<(Place, PathBuf), Failure> {
+    pub(crate) fn reopen(folder: &Path, file_size: u64) -> Result<(Place, PathBuf), Failure> {
         let list = folder.join(FOLDER).join(LIST);
         let unreadable = |what: &dyn std::fmt::Display| Failure::refused(format!("{}: {what}", list.display()));
         let bytes = fs::read(&list).map_err(|error| unreadable(&error))?;
@@ -217,7 +221,7 @@ impl Place {
         let failed = |path: &Path, error: io::Error| Failure::local(format!("{}: {error}", path.display()));
         let name = state.folder.join(FOLDER).join(BASE);
         let file = File::open(base).map_err(|error| failed(base, error))?;
-        beside::put(&file, base, &name, &PRIVATE)?;
+        files::put(&file, base, &name, &PRIVATE)?;
         for (number, offset) in std::mem::take(&mut state.unselected) {
             let path = state.folder.join(FOLDER).join(name_of(number));
             let file = File::options().write(true).open(&path).map_err(|error| failed(&path, error))?;
@@ -290,6 +294,6 @@ impl State {
         let file = |number: &u64| NamedFile { name: name_of(*number), number: *number, kind: FileKind::Incremental };
         let files = std::iter::once(base).chain(self.numbers.iter().map(file)).collect();
         let list = checked_list(&List { files });
-        Ok(beside::write(&self.folder.join(FOLDER).join(LIST), list.as_bytes(), &PRIVATE)?)
+        Ok(files::write(&self.folder.join(FOLDER).join(LIST), list.as_bytes(), &PRIVATE)?)
     }
 }

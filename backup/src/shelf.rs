@@ -12,14 +12,13 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use super::manifest::{Damaged, IN_FOLDER, Kind, Manifest, oldest_first};
-use crate::exit::Failure;
-use crate::replica::private::{Claim, Folder, is_unsafe};
-use crate::snapshot::beside;
-use crate::snapshot::fetch::PRIVATE;
+use crate::manifest::{Damaged, IN_FOLDER, Kind, Manifest, oldest_first};
+use remora_base::files::{self, PRIVATE};
+use remora_base::files::{Claim, Folder, is_unsafe};
+use remora_process::exit::Failure;
 
 /// The manifest in a folder with commands.
-pub(super) const MANIFEST: &str = IN_FOLDER;
+pub(crate) const MANIFEST: &str = IN_FOLDER;
 
 /// The snapshot that arrives.
 const INCOMING_FILE: &str = ".remora-incoming.rdb";
@@ -32,17 +31,17 @@ const OUTGOING: &str = ".remora-outgoing-";
 
 /// A folder of backups. One process at a time writes there.
 #[derive(Debug)]
-pub(super) struct Shelf {
+pub(crate) struct Shelf {
     folder: PathBuf,
     _claim: Claim,
 }
 
 /// A backup in a folder.
 #[derive(Clone, Debug)]
-pub(super) struct Backup {
+pub(crate) struct Backup {
     /// The RDB file, or the folder.
-    pub(super) path: PathBuf,
-    pub(super) manifest: Manifest,
+    pub(crate) path: PathBuf,
+    pub(crate) manifest: Manifest,
 }
 
 impl Shelf {
@@ -50,7 +49,7 @@ impl Shelf {
     ///
     /// # Errors
     /// The folder cannot be used, other users can write to it, or another process writes there.
-    pub(super) fn open(folder: &Path) -> Result<Shelf, Failure> {
+    pub(crate) fn open(folder: &Path) -> Result<Shelf, Failure> {
         let unusable = |error: io::Error| {
             let text = format!("the folder {} cannot be used for backups: {error}", folder.display());
             if is_unsafe(&error) { Failure::refused(text) } else { Failure::local(text) }
@@ -70,12 +69,12 @@ impl Shelf {
         Ok(shelf)
     }
 
-    pub(super) fn folder(&self) -> &Path {
+    pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
     /// Where a snapshot arrives.
-    pub(super) fn incoming_file(&self) -> PathBuf {
+    pub(crate) fn incoming_file(&self) -> PathBuf {
         self.folder.join(INCOMING_FILE)
     }
 
@@ -83,7 +82,7 @@ impl Shelf {
     ///
     /// # Errors
     /// It cannot be made.
-    pub(super) fn incoming_folder(&self) -> Result<PathBuf, Failure> {
+    pub(crate) fn incoming_folder(&self) -> Result<PathBuf, Failure> {
         let path = self.folder.join(INCOMING_FOLDER);
         let made = match fs::remove_dir_all(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -94,12 +93,12 @@ impl Shelf {
     }
 
     /// The backup that has this manifest, if there is one.
-    pub(super) fn find(&self, manifest: &Manifest) -> Option<Backup> {
+    pub(crate) fn find(&self, manifest: &Manifest) -> Option<Backup> {
         self.list().into_iter().find(|backup| backup.manifest.name == manifest.name)
     }
 
     /// The backups. A damaged manifest is named and skipped: it is in no new backup's way.
-    pub(super) fn list(&self) -> Vec<Backup> {
+    pub(crate) fn list(&self) -> Vec<Backup> {
         list(&self.folder, Damaged::Skipped).unwrap_or_default()
     }
 
@@ -107,17 +106,17 @@ impl Shelf {
     ///
     /// # Errors
     /// The names cannot be given.
-    pub(super) fn place(&self, manifest: &Manifest) -> Result<PathBuf, Failure> {
+    pub(crate) fn place(&self, manifest: &Manifest) -> Result<PathBuf, Failure> {
         let (from, to) = (self.incoming_file(), self.folder.join(&manifest.name));
         manifest.write(&manifest_of(&to))?;
         let file = File::open(&from)
             .map_err(|error| Failure::local(format!("{} cannot be opened: {error}", from.display())))?;
-        beside::put(&file, &from, &to, &PRIVATE)?;
+        files::put(&file, &from, &to, &PRIVATE)?;
         Ok(to)
     }
 
     /// Removes the oldest backups of the same history and kind, so that `keep` stay.
-    pub(super) fn keep(&self, newest: &Manifest, keep: u32) {
+    pub(crate) fn keep(&self, newest: &Manifest, keep: u32) {
         let mut all = self.list();
         all.retain(|backup| backup.manifest.kind == newest.kind && backup.manifest.replid == newest.replid);
         let surplus = all.len().saturating_sub(keep as usize);
@@ -149,7 +148,7 @@ impl Shelf {
 }
 
 /// The manifest of an RDB file.
-pub(super) fn manifest_of(rdb: &Path) -> PathBuf {
+pub(crate) fn manifest_of(rdb: &Path) -> PathBuf {
     rdb.with_extension("json")
 }
 
@@ -157,7 +156,7 @@ pub(super) fn manifest_of(rdb: &Path) -> PathBuf {
 ///
 /// # Errors
 /// A manifest is damaged, and that is an error.
-pub(super) fn list(folder: &Path, damaged: Damaged) -> Result<Vec<Backup>, Failure> {
+pub(crate) fn list(folder: &Path, damaged: Damaged) -> Result<Vec<Backup>, Failure> {
     let mut all = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         all.extend(damaged.of(of_entry(&entry.path()))?.flatten());
@@ -169,7 +168,7 @@ pub(super) fn list(folder: &Path, damaged: Damaged) -> Result<Vec<Backup>, Failu
 ///
 /// # Errors
 /// Its manifest is damaged.
-pub(super) fn of_entry(path: &Path) -> Result<Option<Backup>, Failure> {
+pub(crate) fn of_entry(path: &Path) -> Result<Option<Backup>, Failure> {
     let Some(name) = path.file_name().and_then(|name| name.to_str()) else { return Ok(None) };
     let (manifest, kind) = match path.is_dir() {
         true => (Manifest::read(&path.join(MANIFEST))?, Kind::Journal),
@@ -184,8 +183,8 @@ pub(super) fn of_entry(path: &Path) -> Result<Option<Backup>, Failure> {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use super::super::moment::Moment;
     use super::*;
+    use remora_base::moment::Moment;
     use remora_process::rdb_file::RdbFile;
 
     fn manifest(kind: Kind, taken: u64, replid: char) -> Manifest {

@@ -1,4 +1,4 @@
-//! `remora snapshot mount`.
+//! Mount: a source's snapshot as a file that can be read while it arrives.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs::File;
@@ -9,22 +9,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use remora_fabric::View;
+use remora_fuse as fuse;
 use remora_fuse::reply::{
     Attributes, Data, DirectoryEntry, Entry, FileKind, KnownAttributes, Listing, Opened, Statistics, Timestamp,
 };
 use remora_fuse::request::{GetAttributes, Lookup, Open, Read, ReadDirectory};
-use remora_fuse::{Answer, Errno, FileSystem, Later, MountOptions, ROOT, Session, SessionOptions, StartError};
+use remora_fuse::{Answer, Errno, FileSystem, Later, ROOT, Session, SessionOptions, StartError};
 use remora_table::{Origin, Slot};
 
-use super::arrival::{Keeper, Reached, Stage, Target};
-use super::receiving::{Reception, end, outcome};
-use crate::args::SnapshotMountArgs;
-use crate::events;
-use crate::exit::Failure;
-use crate::reader::data_set::DataSet;
-use crate::reader::spool::{Held, SnapshotId};
-use crate::signals::Signals;
-use crate::tasks::blocking;
+use crate::arrival::{Keeper, Reached, Stage, Target};
+use crate::options::MountOptions;
+use crate::receiving::{Reception, end, outcome};
+use remora_process::events;
+use remora_process::exit::Failure;
+use remora_process::signals::Signals;
+use remora_process::tasks::blocking;
+use remora_reader::spool::{Held, SnapshotId};
 
 /// What the mounts are called.
 const SUBTYPE: &str = "remora-snapshot";
@@ -32,23 +32,17 @@ const SUBTYPE: &str = "remora-snapshot";
 /// How often it is looked whether the file is still mounted.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// Runs `remora snapshot mount` until a signal, or until the file is unmounted.
+/// Shows a source's snapshot as a file, until a signal, or until the file is unmounted.
 ///
 /// # Errors
 /// The source cannot be reached or refuses, the bytes cannot be kept, or the directory cannot be mounted at or is in
 /// use at the end.
-pub(super) async fn run(args: SnapshotMountArgs) -> Result<(), Failure> {
+pub async fn run(options: MountOptions) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
-    let shelf = Arc::new(Shelf::new(&args.spool));
-    let source = args.from.read.source.to_string();
-    let Reception { mut running, stop, mut begun } = Reception::start(
-        &args.from,
-        NAME,
-        Arc::clone(&shelf) as Arc<dyn Target>,
-        false,
-        None,
-        DataSet::of_a_source(args.from.expected.is_given()),
-    )?;
+    let shelf = Arc::new(Shelf::new(&options.spool));
+    let source = options.from.read.source.to_string();
+    let Reception { mut running, stop, mut begun } =
+        Reception::start(&options.from, Arc::clone(&shelf) as Arc<dyn Target>, false, None)?;
     let mut received = None;
     // What there is is mounted: until then there is nothing to see, and an error is simply the command's.
     tokio::select! {
@@ -59,16 +53,16 @@ pub(super) async fn run(args: SnapshotMountArgs) -> Result<(), Failure> {
             return end(running, &stop).await;
         }
     }
-    let options = SessionOptions {
-        mount: MountOptions { source, subtype: SUBTYPE.into(), read_only: true, other_users: false },
-        ring: !args.no_ring,
+    let session = SessionOptions {
+        mount: fuse::MountOptions { source, subtype: SUBTYPE.into(), read_only: true, other_users: false },
+        ring: options.ring,
         ..SessionOptions::default()
     };
-    let (served, directory) = (Arc::new(Served::new(Arc::clone(&shelf))), args.directory.clone());
+    let (served, directory) = (Arc::new(Served::new(Arc::clone(&shelf))), options.directory.clone());
     let failure = |error: StartError| Failure::local(error.to_string());
-    let mounted = blocking(move || Session::start(&directory, served, &options).map_err(failure)).await?;
-    let directory = args.directory.display();
-    tracing::info!(event = events::SNAPSHOT_MOUNTED, %directory, transport = ?mounted.transport(), "{NAME} is there");
+    let mounted = blocking(move || Session::start(&directory, served, &session).map_err(failure)).await?;
+    let directory = options.directory.display();
+    tracing::info!(event = events::SNAPSHOT_MOUNTED, %directory, transport = ?mounted.transport(), "{FILE_NAME} is there");
     let failed = loop {
         tokio::select! {
             done = &mut running, if received.is_none() => match outcome(done) {
@@ -99,7 +93,7 @@ pub(super) async fn run(args: SnapshotMountArgs) -> Result<(), Failure> {
 // Each snapshot is an inode of its own. So a process that has opened one never reads a byte of the next.
 
 /// The snapshots of one mount, by their inodes.
-pub(super) struct Shelf {
+pub(crate) struct Shelf {
     folder: PathBuf,
     state: Mutex<ShelfState>,
 }
@@ -120,13 +114,13 @@ struct Book {
 
 impl Shelf {
     /// Without a snapshot. Their bytes will be in this folder's file system.
-    pub(super) fn new(folder: &Path) -> Shelf {
+    pub(crate) fn new(folder: &Path) -> Shelf {
         let state = ShelfState { present: None, books: BTreeMap::new(), last: ROOT };
         Shelf { folder: folder.to_owned(), state: Mutex::new(state) }
     }
 
     /// The snapshot that is `dump.rdb`, and its inode.
-    pub(super) fn shown(&self) -> Option<(u64, Arc<Kept>)> {
+    pub(crate) fn shown(&self) -> Option<(u64, Arc<Kept>)> {
         let state = self.state();
         let node = state.present?;
         state.books.get(&node).map(|book| (node, Arc::clone(&book.kept)))
@@ -150,24 +144,24 @@ impl Shelf {
     }
 
     /// The snapshot with this inode.
-    pub(super) fn at(&self, node: u64) -> Option<Arc<Kept>> {
+    pub(crate) fn at(&self, node: u64) -> Option<Arc<Kept>> {
         self.state().books.get(&node).map(|book| Arc::clone(&book.kept))
     }
 
     /// All that are there.
-    pub(super) fn all(&self) -> Vec<Arc<Kept>> {
+    pub(crate) fn all(&self) -> Vec<Arc<Kept>> {
         self.state().books.values().map(|book| Arc::clone(&book.kept)).collect()
     }
 
     /// The kernel has looked this inode up.
-    pub(super) fn look_up(&self, node: u64) {
+    pub(crate) fn look_up(&self, node: u64) {
         if let Some(book) = self.state().books.get_mut(&node) {
             book.lookups += 1;
         }
     }
 
     /// The kernel forgets this number of lookups.
-    pub(super) fn forget(&self, node: u64, lookups: u64) {
+    pub(crate) fn forget(&self, node: u64, lookups: u64) {
         let mut state = self.state();
         if let Some(book) = state.books.get_mut(&node) {
             book.lookups = book.lookups.saturating_sub(lookups);
@@ -220,10 +214,10 @@ impl ShelfState {
 // The file has no name, so nothing of it is left when this process ends, however it ends.
 
 /// The bytes of one snapshot, as they arrive.
-pub(super) struct Kept {
-    pub(super) origin: Origin,
+pub(crate) struct Kept {
+    pub(crate) origin: Origin,
     /// When it began to arrive.
-    pub(super) begun: SystemTime,
+    pub(crate) begun: SystemTime,
     file: File,
     state: Mutex<State>,
 }
@@ -241,7 +235,7 @@ struct State {
 
 /// What a reader finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(crate) enum Found {
     /// This number of bytes from where it reads.
     Bytes(u64),
     End,
@@ -265,7 +259,7 @@ const MOST_INTERRUPTED: usize = 1024;
 
 impl Kept {
     /// An empty one, whose bytes will be in this folder's file system.
-    pub(super) fn new(folder: &Path, origin: Origin) -> io::Result<Kept> {
+    pub(crate) fn new(folder: &Path, origin: Origin) -> io::Result<Kept> {
         let file = tempfile::tempfile_in(folder)?;
         Ok(Kept { origin, begun: SystemTime::now(), file, state: Mutex::default() })
     }
@@ -289,7 +283,7 @@ impl Kept {
     }
 
     /// Tells what there is at this byte, as soon as there is something. `reader` is a number of the caller.
-    pub(super) fn when_there(&self, reader: u64, at: u64, tell: Tell) {
+    pub(crate) fn when_there(&self, reader: u64, at: u64, tell: Tell) {
         let mut state = self.state();
         let interrupted = state.interrupted.iter().position(|number| *number == reader);
         let interrupted = interrupted.map(|index| _ = state.interrupted.remove(index));
@@ -304,12 +298,12 @@ impl Kept {
     }
 
     /// What there is at this byte; `None`: nothing yet.
-    pub(super) fn find(&self, at: u64) -> Option<Found> {
+    pub(crate) fn find(&self, at: u64) -> Option<Found> {
         self.state().find(at)
     }
 
     /// A reader waits no longer.
-    pub(super) fn interrupt(&self, reader: u64) {
+    pub(crate) fn interrupt(&self, reader: u64) {
         let mut state = self.state();
         let Some(index) = state.waiting.iter().position(|waiting| waiting.reader == reader) else {
             state.interrupted.push_back(reader);
@@ -324,7 +318,7 @@ impl Kept {
     }
 
     /// Bytes that have arrived.
-    pub(super) fn read(&self, at: u64, length: usize) -> io::Result<Vec<u8>> {
+    pub(crate) fn read(&self, at: u64, length: usize) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; length];
         self.file.read_exact_at(&mut bytes, at)?;
         Ok(bytes)
@@ -403,10 +397,10 @@ impl State {
 // page that is mapped into memory has all of its bytes.
 
 /// The name of the file.
-pub(super) const NAME: &str = "dump.rdb";
+pub const FILE_NAME: &str = "dump.rdb";
 
 /// The snapshots as the kernel asks for them.
-pub(super) struct Served {
+pub(crate) struct Served {
     shelf: Arc<Shelf>,
     begun: SystemTime,
     owner: (u32, u32),
@@ -414,7 +408,7 @@ pub(super) struct Served {
 
 impl Served {
     /// The snapshots of this shelf, which belong to the user of this process.
-    pub(super) fn new(shelf: Arc<Shelf>) -> Served {
+    pub(crate) fn new(shelf: Arc<Shelf>) -> Served {
         let owner = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
         Served { shelf, begun: SystemTime::now(), owner }
     }
@@ -458,7 +452,7 @@ impl Served {
 
 impl FileSystem for Served {
     fn lookup(&self, asked: Lookup<'_>, answer: Answer<'_, Entry>) {
-        let present = self.shelf.shown().filter(|_| asked.parent == ROOT && asked.name == NAME.as_bytes());
+        let present = self.shelf.shown().filter(|_| asked.parent == ROOT && asked.name == FILE_NAME.as_bytes());
         let Some((node, _)) = present else { return answer.fail(Errno::NOENT) };
         match self.attributes(node) {
             Ok(known) => {
@@ -498,7 +492,7 @@ impl FileSystem for Served {
 
     fn read_directory(&self, asked: ReadDirectory, answer: Answer<'_, Listing>) {
         let mut listing = answer.listing();
-        let file = self.shelf.shown().map(|(node, _)| (node, FileKind::File, NAME));
+        let file = self.shelf.shown().map(|(node, _)| (node, FileKind::File, FILE_NAME));
         let entries = [Some((ROOT, FileKind::Directory, ".")), Some((ROOT, FileKind::Directory, "..")), file];
         for (offset, (node, kind, name)) in (1..).zip(entries.into_iter().flatten()) {
             let entry = DirectoryEntry { node, kind, name: name.as_bytes(), offset };
@@ -543,7 +537,7 @@ fn bytes(kept: &Kept, asked: Read, found: Found) -> Result<Data, Errno> {
             let length = there.min(asked.size.into()) as usize;
             let read = kept.read(asked.offset, length);
             read.map(Data::from).map_err(|error: io::Error| {
-                tracing::error!("the bytes of {NAME} that have arrived cannot be read: {error}");
+                tracing::error!("the bytes of {FILE_NAME} that have arrived cannot be read: {error}");
                 Errno::IO
             })
         }

@@ -8,12 +8,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::moment::Moment;
-use crate::args::Pass;
-use crate::checked_json::{self, Checksum};
-use crate::exit::{Code, Failure};
-use crate::snapshot::beside;
-use crate::snapshot::fetch::PRIVATE;
+use crate::options::Pass;
+use remora_base::files::{self, PRIVATE};
+use remora_base::moment::Moment;
+use remora_process::checked_json::{self, Checksum};
+use remora_process::exit::{Code, Failure};
 use remora_process::rdb_file::RdbFile;
 
 /// What the field `format` says.
@@ -27,70 +26,70 @@ const VERSION: u32 = 2;
 const CHECKED: u32 = 2;
 
 /// The manifest in a folder with commands.
-pub(super) const IN_FOLDER: &str = "backup.json";
+pub(crate) const IN_FOLDER: &str = "backup.json";
 
 /// Bytes of a manifest that are read at most: one with a thousand databases has 20 KiB.
 const BYTES_MAX: u64 = 4 << 20;
 
 /// What a backup is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Manifest {
+pub(crate) struct Manifest {
     format: String,
     version: u32,
-    pub(super) kind: Kind,
+    pub(crate) kind: Kind,
     /// The file or folder, beside the manifest or around it.
-    pub(super) name: String,
-    pub(super) replid: String,
+    pub(crate) name: String,
+    pub(crate) replid: String,
     /// The last byte of the stream that the snapshot holds.
-    pub(super) offset: u64,
-    pub(super) server: String,
-    pub(super) rdb_version: u32,
+    pub(crate) offset: u64,
+    pub(crate) server: String,
+    pub(crate) rdb_version: u32,
     /// When the server began to write the snapshot, by its own clock.
-    pub(super) taken: String,
-    pub(super) taken_seconds: Moment,
-    pub(super) bytes: u64,
+    pub(crate) taken: String,
+    pub(crate) taken_seconds: Moment,
+    pub(crate) bytes: u64,
     /// Of the snapshot, as at the end of an RDB file.
-    pub(super) crc64: String,
+    pub(crate) crc64: String,
     /// Keys of each database; missing if the snapshot has types that this program does not know.
     #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(super) keys: Option<BTreeMap<u64, u64>>,
+    pub(crate) keys: Option<BTreeMap<u64, u64>>,
     /// The source from which it was read.
-    pub(super) source: String,
+    pub(crate) source: String,
     /// Of which time before the snapshot there are no commands, although there is an earlier backup with commands.
     #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(super) gap: Option<Gap>,
+    pub(crate) gap: Option<Gap>,
     /// The object with the snapshot, if the backup is one of an archive.
     #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(super) stored: Option<Stored>,
+    pub(crate) stored: Option<Stored>,
 }
 
 /// An object of an archive, as it is stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Stored {
+pub(crate) struct Stored {
     /// Its key, below the archive's prefix.
-    pub(super) object: String,
-    pub(super) bytes: u64,
+    pub(crate) object: String,
+    pub(crate) bytes: u64,
     /// Of all its bytes.
-    pub(super) crc64: String,
+    pub(crate) crc64: String,
     /// The format in which it is encrypted; missing if it is not.
     #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(super) encryption: Option<String>,
+    pub(crate) encryption: Option<String>,
 }
 
 /// A time of which nothing can be restored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Gap {
+pub(crate) struct Gap {
     /// The earlier backup.
-    pub(super) after: String,
+    pub(crate) after: String,
     /// The last byte of its stream that it has, in its own history.
-    pub(super) after_offset: u64,
-    pub(super) because: String,
+    pub(crate) after_offset: u64,
+    pub(crate) because: String,
 }
 
 /// What a backup consists of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Kind {
+pub(crate) enum Kind {
     /// An RDB file.
     Snapshot,
     /// A folder with a snapshot and the commands since.
@@ -99,7 +98,7 @@ pub(super) enum Kind {
 
 /// What becomes of a damaged manifest where all backups of a place are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Damaged {
+pub(crate) enum Damaged {
     /// It is an error: another backup would be taken for the newest one.
     Refused,
     /// A warning names it. A new backup can be made beside it.
@@ -111,7 +110,7 @@ impl Damaged {
     ///
     /// # Errors
     /// It is damaged, and that is an error.
-    pub(super) fn of<T>(self, read: Result<T, Failure>) -> Result<Option<T>, Failure> {
+    pub(crate) fn of<T>(self, read: Result<T, Failure>) -> Result<Option<T>, Failure> {
         match (self, read) {
             (_, Ok(read)) => Ok(Some(read)),
             (Damaged::Skipped, Err(failure)) if failure.code == Code::Refused => {
@@ -127,7 +126,7 @@ impl Damaged {
 ///
 /// # Errors
 /// It cannot be read, is not an RDB file, or is damaged; or its manifest is.
-pub(crate) fn checked_snapshot(path: &Path) -> Result<RdbFile, Failure> {
+pub fn checked_snapshot(path: &Path) -> Result<RdbFile, Failure> {
     let rdb = RdbFile::read(path)?;
     let Some((file, manifest)) = Manifest::of_snapshot(path)? else { return Ok(rdb) };
     let (crc, is_right) = (format!("{:016x}", rdb.crc), rdb.bytes == manifest.bytes);
@@ -146,14 +145,14 @@ pub(crate) fn checked_snapshot(path: &Path) -> Result<RdbFile, Failure> {
 }
 
 /// Whether a backup may be called so: it begins with a moment.
-pub(super) fn is_name(name: &str) -> bool {
+pub(crate) fn is_name(name: &str) -> bool {
     let (moment, rest) = name.split_once('-').unwrap_or_default();
     Moment::from_compact(moment).is_some() && !rest.contains('/')
 }
 
 impl Manifest {
     /// What this snapshot is. `server`: kind and version, as the source says.
-    pub(super) fn of(kind: Kind, rdb: &RdbFile, server: &str, source: String) -> Manifest {
+    pub(crate) fn of(kind: Kind, rdb: &RdbFile, server: &str, source: String) -> Manifest {
         let replid = rdb.replid.clone();
         let short = replid.get(..8).unwrap_or("unknown");
         let base = format!("{}-{short}-{}", rdb.taken.compact(), rdb.offset);
@@ -182,7 +181,7 @@ impl Manifest {
     ///
     /// # Errors
     /// It is damaged, or cannot be read.
-    pub(super) fn read(file: &Path) -> Result<Option<Manifest>, Failure> {
+    pub(crate) fn read(file: &Path) -> Result<Option<Manifest>, Failure> {
         let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", file.display()));
         let opened = match File::open(file) {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
@@ -206,7 +205,7 @@ impl Manifest {
     ///
     /// # Errors
     /// They are damaged, or of a newer program.
-    pub(super) fn parse(bytes: &[u8], name: &str, place: &dyn fmt::Display) -> Result<Option<Manifest>, Failure> {
+    pub(crate) fn parse(bytes: &[u8], name: &str, place: &dyn fmt::Display) -> Result<Option<Manifest>, Failure> {
         let damaged = |what: &dyn fmt::Display| {
             let advice = "remove it with its backup, or name another backup";
             Failure::refused(format!("the manifest {place} is damaged: {what}; {advice}"))
@@ -238,7 +237,7 @@ impl Manifest {
     ///
     /// # Errors
     /// It is damaged.
-    pub(super) fn of_snapshot(rdb: &Path) -> Result<Option<(PathBuf, Manifest)>, Failure> {
+    pub(crate) fn of_snapshot(rdb: &Path) -> Result<Option<(PathBuf, Manifest)>, Failure> {
         let folder = rdb.parent().filter(|folder| folder.file_name().is_some_and(|name| name == "appendonlydir"));
         let above = folder.and_then(Path::parent).map(|above| (above.join(IN_FOLDER), Kind::Journal));
         let (file, kind) = above.unwrap_or_else(|| (rdb.with_extension("json"), Kind::Snapshot));
@@ -247,7 +246,7 @@ impl Manifest {
     }
 
     /// Whether the list and the files of commands of its folder have checksums.
-    pub(super) fn is_checked(&self) -> bool {
+    pub(crate) fn is_checked(&self) -> bool {
         self.version >= CHECKED
     }
 
@@ -255,15 +254,15 @@ impl Manifest {
     ///
     /// # Errors
     /// The file cannot be written.
-    pub(super) fn write(&self, to: &Path) -> Result<(), Failure> {
-        Ok(beside::write(to, &self.to_json()?, &PRIVATE)?)
+    pub(crate) fn write(&self, to: &Path) -> Result<(), Failure> {
+        Ok(files::write(to, &self.to_json()?, &PRIVATE)?)
     }
 
     /// Its text.
     ///
     /// # Errors
     /// It has none; that would be a bug.
-    pub(super) fn to_json(&self) -> Result<Vec<u8>, Failure> {
+    pub(crate) fn to_json(&self) -> Result<Vec<u8>, Failure> {
         checked_json::to_json(self).map_err(|error| Failure::local(error.to_string()))
     }
 
@@ -274,7 +273,7 @@ impl Manifest {
 
 /// Sorts backups, the oldest first: by the time at which they were taken, and those of one history by their offsets,
 /// which grow also if a clock goes back.
-pub(super) fn oldest_first<T>(mut all: Vec<T>, of: impl Fn(&T) -> &Manifest) -> Vec<T> {
+pub(crate) fn oldest_first<T>(mut all: Vec<T>, of: impl Fn(&T) -> &Manifest) -> Vec<T> {
     all.sort_by(|one, other| of(one).order().cmp(&of(other).order()));
     let mut places: BTreeMap<(Kind, &str), Vec<usize>> = BTreeMap::new();
     for (place, backup) in all.iter().enumerate() {
@@ -297,7 +296,7 @@ pub(super) fn oldest_first<T>(mut all: Vec<T>, of: impl Fn(&T) -> &Manifest) -> 
 ///
 /// # Errors
 /// The moment is both before and after that, and `pass` does not say which one is meant.
-pub(super) fn newest_until<T>(
+pub(crate) fn newest_until<T>(
     all: Vec<T>,
     of: impl Fn(&T) -> &Manifest,
     until: Option<Moment>,

@@ -19,16 +19,16 @@ use remora_redis::aof::{Found, Relative, TIME_NOTE, Verb, Walker};
 use remora_redis::rdb::crc64;
 use remora_redis::resp;
 
-use super::super::commands_file::{AofFile, HEAD_BYTES, Mark, NOTE_END};
-use super::super::moment::Moment;
-use crate::exit::Failure;
+use crate::commands_file::{AofFile, HEAD_BYTES, Mark, NOTE_END};
+use remora_base::moment::Moment;
+use remora_process::exit::Failure;
 
 /// Bytes that wait for the file at most, besides the last chunk.
 const WAITING_BYTES: usize = 1 << 20;
 
 /// Writes a stream into [`Files`].
 #[derive(Debug)]
-pub(super) struct Recorder {
+pub(crate) struct Recorder {
     files: Arc<dyn Files>,
     walker: Walker,
     /// Whether the stream has selected a database since the snapshot.
@@ -81,7 +81,7 @@ const MARK_EVERY: u64 = 64 << 10;
 
 /// Why a stream could not be recorded.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum RecordError {
+pub(crate) enum RecordError {
     /// The files cannot be written.
     #[error(transparent)]
     Disk(#[from] io::Error),
@@ -98,7 +98,7 @@ pub(super) enum RecordError {
 
 impl Recorder {
     /// Begins the first file, behind a snapshot at this offset.
-    pub(super) fn begin(files: Arc<dyn Files>, offset: u64) -> io::Result<Recorder> {
+    pub(crate) fn begin(files: Arc<dyn Files>, offset: u64) -> io::Result<Recorder> {
         let file = files.next(None, None, offset)?;
         Ok(Recorder::new(files, Walker::of_stream(offset + 1, 0), file))
     }
@@ -129,7 +129,7 @@ impl Recorder {
     }
 
     /// Goes on behind this byte of the stream, with another file.
-    pub(super) fn go_on(files: Arc<dyn Files>, offset: u64, database: u64, noted: Moment) -> io::Result<Recorder> {
+    pub(crate) fn go_on(files: Arc<dyn Files>, offset: u64, database: u64, noted: Moment) -> io::Result<Recorder> {
         let file = files.next(None, Some(database), offset)?;
         let recorder = Recorder::new(files, Walker::of_stream(offset + 1, database), file);
         Ok(Recorder { selected: true, noted, border_noted: noted, in_step: None, ..recorder })
@@ -139,7 +139,7 @@ impl Recorder {
     ///
     /// # Errors
     /// The file cannot be used, or has no mark.
-    pub(super) fn resume(files: Arc<dyn Files>, path: &Path) -> Result<Recorder, Failure> {
+    pub(crate) fn resume(files: Arc<dyn Files>, path: &Path) -> Result<Recorder, Failure> {
         let walk = AofFile::read(path, None)?;
         let Some(mark) = walk.mark else {
             return Err(Failure::refused(format!("{} has no mark from which to go on", path.display())));
@@ -160,39 +160,39 @@ impl Recorder {
     }
 
     /// Where its files go, for messages.
-    pub(super) fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         self.files.name()
     }
 
     /// The byte of the stream that it needs next.
-    pub(super) fn next_byte(&self) -> u64 {
+    pub(crate) fn next_byte(&self) -> u64 {
         self.walker.position()
     }
 
     /// The last byte of the stream that is recorded with its whole command and transaction.
-    pub(super) fn recorded(&self) -> u64 {
+    pub(crate) fn recorded(&self) -> u64 {
         self.taken.saturating_sub(1)
     }
 
     /// The last second that was noted.
-    pub(super) fn noted(&self) -> Moment {
+    pub(crate) fn noted(&self) -> Moment {
         self.noted
     }
 
     /// Takes the next bytes of the stream, as they arrive.
-    pub(super) fn take_now(&mut self, bytes: &[u8]) -> Result<(), RecordError> {
+    pub(crate) fn take_now(&mut self, bytes: &[u8]) -> Result<(), RecordError> {
         let is_known = self.in_step.is_some_and(|in_step| in_step.elapsed() < LATE_LIMIT);
         self.take(bytes, Moment::now(), is_known.then(milliseconds))
     }
 
     /// It has taken all that the source has now.
-    pub(super) fn is_in_step(&mut self) {
+    pub(crate) fn is_in_step(&mut self) {
         self.in_step = Some(Instant::now());
     }
 
     /// Takes the next bytes of the stream. `written`: when the primary wrote them, in milliseconds since 1970; `None`:
     /// that is not known.
-    pub(super) fn take(&mut self, bytes: &[u8], now: Moment, written: Option<u64>) -> Result<(), RecordError> {
+    pub(crate) fn take(&mut self, bytes: &[u8], now: Moment, written: Option<u64>) -> Result<(), RecordError> {
         let mut rest = bytes;
         while !rest.is_empty() {
             let (taken, found) = self.walker.feed(rest)?;
@@ -324,7 +324,7 @@ impl Recorder {
     }
 
     /// Brings what has been taken to the disk.
-    pub(super) fn sync(&mut self) -> io::Result<()> {
+    pub(crate) fn sync(&mut self) -> io::Result<()> {
         let is_at_border = self.walker.is_between() && !self.walker.is_in_transaction();
         let passed = self.walker.position() - self.marked;
         if is_at_border && passed > 0 && (self.is_dirty || passed >= MARK_EVERY) {
@@ -339,7 +339,7 @@ impl Recorder {
     }
 
     /// Ends the last file at a border, with a mark, on the disk.
-    pub(super) fn finish(&mut self) -> io::Result<()> {
+    pub(crate) fn finish(&mut self) -> io::Result<()> {
         self.write()?;
         if self.length > self.border {
             self.file.set_len(self.border)?;
@@ -370,7 +370,7 @@ fn expire(waiting: &mut Vec<u8>, relative: Relative<'_>, written: Option<u64>) -
 // transaction.
 
 /// Where the files go. Files follow one another without a gap.
-pub(in super::super) trait Files: Debug + Send + Sync {
+pub(crate) trait Files: Debug + Send + Sync {
     /// The place, for messages.
     fn name(&self) -> String;
 
@@ -390,15 +390,15 @@ pub(in super::super) trait Files: Debug + Send + Sync {
 
 /// A file that has ended.
 #[derive(Clone, Copy, Debug)]
-pub(in super::super) struct Finished<'a> {
-    pub(in super::super) file: &'a File,
-    pub(in super::super) bytes: u64,
+pub(crate) struct Finished<'a> {
+    pub(crate) file: &'a File,
+    pub(crate) bytes: u64,
     /// The last byte of the stream in it.
-    pub(in super::super) offset: u64,
+    pub(crate) offset: u64,
     /// The database that is selected there; `None` if the stream has not selected one since the snapshot.
-    pub(in super::super) database: Option<u64>,
+    pub(crate) database: Option<u64>,
     /// The last second that was noted.
-    pub(in super::super) noted: Moment,
+    pub(crate) noted: Moment,
 }
 
 #[cfg(test)]
@@ -407,8 +407,8 @@ mod tests {
 
     use remora_redis::resp::command;
 
-    use super::super::sets::Place;
     use super::*;
+    use crate::journal::sets::Place;
 
     impl Recorder {
         /// Takes bytes that were written at the beginning of that second.

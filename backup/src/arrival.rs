@@ -13,11 +13,11 @@ use remora_table::{Origin, Slot, SnapshotCopy, SnapshotReader};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use crate::exit::Failure;
-use crate::reader::meter::Meter;
-use crate::reader::parts::{FeedError, Mapped, Part};
-use crate::reader::relay::reader::{Lost, ReadFrom, RelayReader};
-use crate::reader::spool::{Held, SnapshotId};
+use remora_process::exit::Failure;
+use remora_reader::meter::Meter;
+use remora_reader::parts::{FeedError, Mapped, Part};
+use remora_reader::relay::reader::{Lost, ReadFrom, RelayReader};
+use remora_reader::spool::{Held, SnapshotId};
 
 /// How long the thread sleeps at most when nothing has arrived: it adds to the time until a new slot is seen, and to
 /// the time that stopping takes.
@@ -25,7 +25,7 @@ const PACE: Duration = Duration::from_millis(1);
 
 /// Why slots stopped arriving before the last one.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ArrivalError {
+pub(crate) enum ArrivalError {
     /// The source's table cannot be read any more.
     #[error(transparent)]
     Feed(#[from] FeedError),
@@ -41,7 +41,7 @@ impl From<remora_table::Error> for ArrivalError {
 }
 
 /// What the thread reports.
-pub(super) enum ArrivalNews {
+pub(crate) enum ArrivalNews {
     /// The replica that slots came from cannot be read any more.
     Lost(Lost),
     /// The last slot has arrived, or none arrives any more.
@@ -49,7 +49,7 @@ pub(super) enum ArrivalNews {
 }
 
 /// Slots that arrive. Dropping it stops the thread, within a slot's time.
-pub(super) struct Arrival {
+pub(crate) struct Arrival {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
     orders: Sender<ReadFrom>,
@@ -59,7 +59,7 @@ pub(super) struct Arrival {
 
 impl Arrival {
     /// Begins to read, behind what has arrived already. The meter shows how far a copy is.
-    pub(super) fn begin(part: Part, kept: Arc<dyn Keeper>, meter: Arc<Meter>) -> io::Result<Arrival> {
+    pub(crate) fn begin(part: Part, kept: Arc<dyn Keeper>, meter: Arc<Meter>) -> io::Result<Arrival> {
         let stop = Arc::new(AtomicBool::new(false));
         let (tell, news) = unbounded_channel();
         let (orders, ordered) = channel();
@@ -74,17 +74,17 @@ impl Arrival {
     }
 
     /// Reads from there from now on, if slots go into a copy.
-    pub(super) fn read_from(&self, from: ReadFrom) {
+    pub(crate) fn read_from(&self, from: ReadFrom) {
         _ = self.orders.send(from); // a thread that has ended reads nothing more
     }
 
     /// Whether slots go into a copy that replicas can read.
-    pub(super) fn has_copy(&self) -> bool {
+    pub(crate) fn has_copy(&self) -> bool {
         self.has_copy
     }
 
     /// The next report. Cancel-safe.
-    pub(super) async fn news(&mut self) -> ArrivalNews {
+    pub(crate) async fn news(&mut self) -> ArrivalNews {
         match self.news.recv().await {
             Some(news) => news,
             None => {
@@ -194,7 +194,7 @@ fn turn(
 // the slots of a file that is put in its place at the end.
 
 /// Where snapshots go, one after the other.
-pub(super) trait Target: Send + Sync {
+pub(crate) trait Target: Send + Sync {
     /// The one that has come last.
     fn present(&self) -> Option<Arc<dyn Keeper>>;
 
@@ -212,7 +212,7 @@ pub(super) trait Target: Send + Sync {
 }
 
 /// Where the slots of one snapshot go, in their order.
-pub(super) trait Keeper: Send + Sync {
+pub(crate) trait Keeper: Send + Sync {
     /// Which snapshot it is.
     fn origin(&self) -> Origin;
 
@@ -243,7 +243,7 @@ pub(super) trait Keeper: Send + Sync {
 
 /// Whether more will come.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(crate) enum Stage {
     #[default]
     Arriving,
     Whole,
@@ -253,8 +253,8 @@ pub(super) enum Stage {
 
 /// How far a snapshot is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Reached {
-    pub(super) bytes: u64,
-    pub(super) slots: u64,
-    pub(super) stage: Stage,
+pub(crate) struct Reached {
+    pub(crate) bytes: u64,
+    pub(crate) slots: u64,
+    pub(crate) stage: Stage,
 }

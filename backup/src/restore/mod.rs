@@ -27,25 +27,24 @@ use tempfile::TempDir;
 
 use self::archived::Archived;
 use self::commands::Commands;
-use super::commands_file;
-use super::manifest::{Damaged, IN_FOLDER, Kind, Manifest as About, checked_snapshot, newest_until};
-use super::moment::Moment;
-use super::shelf::{self, Backup};
-use crate::args::{Location, Pass, RestoreArgs};
-use crate::checked_json::Checksum;
-use crate::exit::Failure;
-use crate::server::local;
-use crate::signals::until_signal;
-use crate::snapshot::beside;
-use crate::snapshot::fetch::PRIVATE;
-use crate::tasks::blocking;
-use crate::units::Size;
-use crate::{free_space, progress};
+use crate::commands_file;
+use crate::manifest::{Damaged, IN_FOLDER, Kind, Manifest as About, checked_snapshot, newest_until};
+use crate::options::{Location, Pass, RestoreOptions};
+use crate::shelf::{self, Backup};
+use remora_base::files::{self, PRIVATE};
+use remora_base::moment::Moment;
+use remora_base::units::Size;
+use remora_process::checked_json::Checksum;
+use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
+use remora_process::signals::until_signal;
+use remora_process::tasks::blocking;
+use remora_process::{free_space, progress};
+use remora_server::local;
 
 /// What a backup holds.
 #[derive(Debug, Serialize)]
-struct Report {
+pub struct Report {
     path: PathBuf,
     server: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -73,36 +72,28 @@ struct Report {
     settings: BTreeMap<&'static str, String>,
 }
 
-/// Runs `remora restore`.
+/// Checks a backup, and lays it out if that is wanted, unless a signal stops it before.
 ///
 /// # Errors
 /// There is no backup at the place, it is damaged, does not reach the moment, or cannot be laid out.
-pub async fn run(args: RestoreArgs) -> Result<(), Failure> {
-    let json = args.json;
-    let report = until_signal(restored(args), ": nothing was laid out").await?;
-    if json {
-        let text = serde_json::to_string_pretty(&report).map_err(|error| Failure::local(error.to_string()))?;
-        progress::print_line(&text)?;
-    } else {
-        show(&report);
-    }
-    Ok(())
+pub async fn run(options: RestoreOptions) -> Result<Report, Failure> {
+    until_signal(restored(options), ": nothing was laid out").await
 }
 
-async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
-    let args = Arc::new(args);
-    let asked = Arc::clone(&args);
+async fn restored(options: RestoreOptions) -> Result<Report, Failure> {
+    let options = Arc::new(options);
+    let asked = Arc::clone(&options);
     let archived = blocking(move || {
         asked.to.as_deref().map_or(Ok(()), refuse_a_folder_in_use)?;
         Archived::find(&asked)
     });
     let archived = archived.await?;
     // The folder goes with this function, and so with a signal.
-    let beside = archived.as_ref().map(|_| folder_for(&args)).transpose()?;
-    let (asked, into) = (Arc::clone(&args), beside.as_ref().map(|folder| folder.path().to_owned()));
+    let beside = archived.as_ref().map(|_| folder_for(&options)).transpose()?;
+    let (asked, into) = (Arc::clone(&options), beside.as_ref().map(|folder| folder.path().to_owned()));
     blocking(move || match (archived, into) {
         (Some(archived), Some(into)) => {
-            if let (Some(to), false) = (&asked.to, asked.replace) {
+            if let (Some(to), false) = (&asked.to, asked.replaces) {
                 refuse_what_is_there(to, archived.manifest.kind)?;
             }
             let found = archived.fetch(asked.until, &into)?;
@@ -118,7 +109,7 @@ async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
                 )));
             };
             let found = Found::at(path, asked.until, asked.until_pass)?;
-            if let (Some(to), false) = (&asked.to, asked.replace) {
+            if let (Some(to), false) = (&asked.to, asked.replaces) {
                 refuse_what_is_there(to, found.kind())?;
             }
             checked(&asked, &found, false)
@@ -128,36 +119,36 @@ async fn restored(args: RestoreArgs) -> Result<Report, Failure> {
 }
 
 /// The folder into which a backup is fetched: where it is laid out, so that its files only need another name.
-fn folder_for(args: &RestoreArgs) -> Result<TempDir, Failure> {
-    let above = args.to.as_ref().unwrap_or(&args.spool);
+fn folder_for(options: &RestoreOptions) -> Result<TempDir, Failure> {
+    let above = options.to.as_ref().unwrap_or(&options.spool);
     let unusable = |error| Failure::local(format!("{} cannot be used: {error}", above.display()));
     std::fs::create_dir_all(above).map_err(unusable)?;
     tempfile::Builder::new().prefix(BESIDE).tempdir_in(above).map_err(unusable)
 }
 
 /// Checks what was found, and lays it out. `moves`: its files are of no further use.
-fn checked(args: &RestoreArgs, found: &Found, moves: bool) -> Result<Report, Failure> {
+fn checked(options: &RestoreOptions, found: &Found, moves: bool) -> Result<Report, Failure> {
     let mut report = match found {
         Found::Snapshot(path) => {
             let rdb = checked_snapshot(path)?;
-            if let Some(until) = args.until.filter(|until| *until < rdb.taken) {
+            if let Some(until) = options.until.filter(|until| *until < rdb.taken) {
                 return Err(too_early(path, rdb.taken, until));
             }
             Report::of(path.clone(), Some(&rdb), None)
         }
         Found::Folder(folder) => {
-            let (base, commands) = commands::check(folder, args.until, args.until_pass)?;
+            let (base, commands) = commands::check(folder, options.until, options.until_pass)?;
             let taken = base.as_ref().map_or(Moment::default(), |base| base.taken);
-            if let Some(until) = args.until.filter(|until| *until < taken && !commands.is_after_a_step) {
+            if let Some(until) = options.until.filter(|until| *until < taken && !commands.is_after_a_step) {
                 return Err(too_early(&folder.path, taken, until));
             }
             Report::of(folder.path.clone(), base.as_ref(), Some(commands))
         }
     };
-    if let Some(to) = &args.to {
+    if let Some(to) = &options.to {
         // The check may have taken an hour.
         refuse_a_folder_in_use(to)?;
-        let how = How { replaces: args.replace, moves };
+        let how = How { replaces: options.replaces, moves };
         let laid = match found {
             Found::Snapshot(path) => lay_out_snapshot(path, to, how)?,
             Found::Folder(aof) => lay_out_folder(aof, report.commands.as_ref(), to, how)?,
@@ -204,56 +195,57 @@ impl Report {
             settings: BTreeMap::new(),
         }
     }
-}
 
-fn show(report: &Report) {
-    let mut lines = vec![format!("backup     {}: {}", report.path.display(), Size::bytes(report.bytes))];
-    if let Some(version) = report.rdb_version {
-        let checksum = if report.has_checksum { "" } else { "; it has no checksum" };
-        lines.push(format!("snapshot   of {}, RDB version {version}{checksum}", report.server));
-        if !report.replid.is_empty() {
-            lines.push(format!("history    {}:{}", report.replid, report.offset));
-        }
-        match &report.keys {
-            Some(keys) => {
-                let keys: Vec<String> = keys.iter().map(|(database, keys)| format!("{database}: {keys}")).collect();
-                lines.push(format!("keys       {}", if keys.is_empty() { "none".into() } else { keys.join(", ") }));
+    /// Says it in words.
+    pub fn show(&self) {
+        let mut lines = vec![format!("backup     {}: {}", self.path.display(), Size::bytes(self.bytes))];
+        if let Some(version) = self.rdb_version {
+            let checksum = if self.has_checksum { "" } else { "; it has no checksum" };
+            lines.push(format!("snapshot   of {}, RDB version {version}{checksum}", self.server));
+            if !self.replid.is_empty() {
+                lines.push(format!("history    {}:{}", self.replid, self.offset));
             }
-            None => lines.push("keys       not counted: it holds types that this program does not know".into()),
+            match &self.keys {
+                Some(keys) => {
+                    let keys: Vec<String> = keys.iter().map(|(database, keys)| format!("{database}: {keys}")).collect();
+                    lines.push(format!("keys       {}", if keys.is_empty() { "none".into() } else { keys.join(", ") }));
+                }
+                None => lines.push("keys       not counted: it holds types that this program does not know".into()),
+            }
         }
-    }
-    if let Some(commands) = &report.commands {
-        lines.push(format!(
-            "commands   {} in {} files, {} transactions",
-            commands.commands, commands.files, commands.transactions
-        ));
-        if commands.cluster_changes > 0 {
+        if let Some(commands) = &self.commands {
             lines.push(format!(
-                "WARNING    {} of them change the map of a cluster (CLUSTER SETSLOT): a node that starts on these files may follow \
-                 another shard, and a server without cluster mode logs an error for each; make a new backup, which leaves them out",
-                commands.cluster_changes
+                "commands   {} in {} files, {} transactions",
+                commands.commands, commands.files, commands.transactions
+            ));
+            if commands.cluster_changes > 0 {
+                lines.push(format!(
+                    "WARNING    {} of them change the map of a cluster (CLUSTER SETSLOT): a node that starts on these files may follow \
+                     another shard, and a server without cluster mode logs an error for each; make a new backup, which leaves them out",
+                    commands.cluster_changes
+                ));
+            }
+            if !commands.left_out.is_empty() {
+                lines.push(format!("left out   {}", commands.left_out));
+            }
+        }
+        let moments =
+            if self.first == self.last { self.first.clone() } else { format!("{} to {}", self.first, self.last) };
+        if !moments.is_empty() {
+            lines.push(format!("moments    {moments}"));
+        }
+        if self.expired_keys > 0 {
+            lines.push(format!(
+                "expired    {} keys of the snapshot: their time to live has ended since, so a server deletes them when it loads them",
+                self.expired_keys
             ));
         }
-        if !commands.left_out.is_empty() {
-            lines.push(format!("left out   {}", commands.left_out));
+        if let Some(laid) = &self.laid_at {
+            let settings: Vec<String> = self.settings.iter().map(|(name, value)| format!("{name} {value}")).collect();
+            lines.push(format!("laid out   {}; start the server with {}", laid.display(), settings.join(", ")));
         }
+        progress::say(&lines.join("\n"));
     }
-    let moments =
-        if report.first == report.last { report.first.clone() } else { format!("{} to {}", report.first, report.last) };
-    if !moments.is_empty() {
-        lines.push(format!("moments    {moments}"));
-    }
-    if report.expired_keys > 0 {
-        lines.push(format!(
-            "expired    {} keys of the snapshot: their time to live has ended since, so a server deletes them when it loads them",
-            report.expired_keys
-        ));
-    }
-    if let Some(laid) = &report.laid_at {
-        let settings: Vec<String> = report.settings.iter().map(|(name, value)| format!("{name} {value}")).collect();
-        lines.push(format!("laid out   {}; start the server with {}", laid.display(), settings.join(", ")));
-    }
-    progress::say(&lines.join("\n"));
 }
 
 // Found: what there is at a path.
@@ -485,17 +477,17 @@ fn settings(found: &Found) -> BTreeMap<&'static str, String> {
 fn lay_out_snapshot(from: &Path, folder: &Path, how: How) -> Result<PathBuf, Failure> {
     let to = folder.join(SNAPSHOT);
     fs::create_dir_all(folder).map_err(failed(folder))?;
-    let placing = beside::Placing { replaces: how.replaces, ..PRIVATE };
+    let placing = files::Placing { replaces: how.replaces, ..PRIVATE };
     if how.moves {
         let file = File::open(from).map_err(failed(&to))?;
-        beside::put(&file, from, &to, &placing)?;
+        files::put(&file, from, &to, &placing)?;
         return Ok(to);
     }
     free_space::check_copies(SNAPSHOT, from, folder, from.metadata().map_or(0, |found| found.len()))?;
     let beside = tempfile::Builder::new().prefix(BESIDE).tempfile_in(folder).map_err(failed(&to))?;
     let (mut file, fresh) = beside.into_parts();
     File::open(from).and_then(|mut from| io::copy(&mut from, &mut file)).map_err(failed(&to))?;
-    beside::put(&file, &fresh, &to, &placing)?;
+    files::put(&file, &fresh, &to, &placing)?;
     _ = fresh.keep(); // it has another name by now
     Ok(to)
 }
@@ -531,7 +523,7 @@ fn lay_out_folder(from: &AofFolder, commands: Option<&Commands>, folder: &Path, 
         lay(&from.path.join(&file.name), &path, bytes).map_err(failed(&path))?;
     }
     let list = Manifest { files }.to_string();
-    beside::write(&inner.join(&from.list), list.as_bytes(), &PRIVATE)?;
+    files::write(&inner.join(&from.list), list.as_bytes(), &PRIVATE)?;
     let flags =
         if how.replaces && to.symlink_metadata().is_ok() { RenameFlags::EXCHANGE } else { RenameFlags::NOREPLACE };
     match rustix::fs::renameat_with(rustix::fs::CWD, &inner, rustix::fs::CWD, &to, flags) {

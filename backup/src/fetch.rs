@@ -1,4 +1,5 @@
-//! `remora fetch`: a source's snapshot as a file in its place, for a server that is started on it, or as a backup.
+//! Fetch: a source's snapshot as a file in its place, for a server that is started on it, or as a backup; or to
+//! standard output.
 //!
 //! ```text
 //!   slots ──▶ /data/.dump.rdb.remora/slots ── whole ──▶ checksum ──▶ on the disk ──▶ would the primary continue?
@@ -16,72 +17,21 @@ use std::time::{Duration, Instant};
 use remora_protocol::Offer;
 use remora_redis::rdb::crc64;
 use remora_table::{Origin, Slot};
-use rustix::fs::Mode;
 use serde::Serialize;
 
-use super::arrival::{Keeper, Reached, Stage, Target};
-use super::beside::{self, Placing};
-use super::mount::{Found, Kept, Shelf};
-use super::receiving::{Arrived, Reception, end, outcome};
-use crate::args::FetchArgs;
-use crate::cluster::nodes_conf;
-use crate::exit::{Code, Failure};
-use crate::metrics::{Agent, Families, Scrape, Scrapes, Watch, register as all};
-use crate::patience::{Patience, RETRY_FOR};
-use crate::progress;
-use crate::reader::data_set::DataSet;
-use crate::reader::spool::{Held, SnapshotId, Spool};
-use crate::replica::private::{Claim, Folder};
-use crate::server::{Configuration, local, read_configuration};
-use crate::signals::Signals;
-use crate::tasks::blocking;
-use crate::units::{Size, readable};
-
-/// What `--to` says for standard output.
-const STDOUT: &str = "-";
-
-/// A file that its owner alone can read, and that replaces another one.
-pub(crate) const PRIVATE: Placing = Placing { owner: None, mode: Mode::RUSR.union(Mode::WUSR), replaces: true };
-
-/// Runs `remora fetch`.
-///
-/// # Errors
-/// The file is refused, the source cannot be reached, there is no room, or the primary would not continue from the
-/// file.
-pub async fn run(args: FetchArgs) -> Result<(), Failure> {
-    let (watch, mut scrapes) = Watch::begin(Agent::Fetch, None, args.metrics_file.metrics_file.as_deref()).await?;
-    let outcome = fetch(args, &mut scrapes).await;
-    watch.end(outcome).await
-}
-
-async fn fetch(args: FetchArgs, scrapes: &mut Scrapes) -> Result<(), Failure> {
-    if let Some(config) = &args.server_config {
-        check_config(config, args.write_nodes_conf.is_some())?;
-    }
-    if args.sentinel.is_given() && (args.write_replicaof.is_none() || args.to == Path::new(STDOUT)) {
-        return Err(Failure::new(Code::Usage, "--sentinel goes with --write-replicaof, and with a file in --to"));
-    }
-    if args.to == Path::new(STDOUT) {
-        if args.write_replicaof.is_some() || args.write_nodes_conf.is_some() {
-            let text =
-                "--write-replicaof and --write-nodes-conf are for a server that starts on the file: give --to a file";
-            return Err(Failure::new(Code::Usage, text));
-        }
-        return scrapes.meanwhile("the snapshot is being fetched", to_stdout(args)).await;
-    }
-    let to = args.to.clone();
-    let running = blocking(move || Ok(to.parent().and_then(local::process_in)));
-    if let Some(process) = running.await? {
-        tracing::warn!(
-            file = %args.to.display(),
-            "{process} runs in the folder of the file, and writes its own data over a file of the name that its setting dbfilename has \
-             when it saves or ends: stop it before (SHUTDOWN NOSAVE) if it is to start on this file"
-        );
-    }
-    let fetched = to_file_telling(&args, DataSet::of_a_source(args.from.expected.is_given()), |_| {}, scrapes).await?;
-    scrapes.leave(|families| fetched.measure(families));
-    fetched.show(&args)
-}
+use crate::arrival::{Keeper, Reached, Stage, Target};
+use crate::mount::{Found, Kept, Shelf};
+use crate::options::{FetchOptions, ReplicaOf};
+use crate::receiving::{Arrived, Reception, end, outcome};
+use remora_base::files::{self, Claim, Folder, Placing};
+use remora_base::units::{Size, readable};
+use remora_metrics::{Families, Scrape, Scrapes, register as all};
+use remora_process::exit::{Code, Failure};
+use remora_process::patience::{Patience, RETRY_FOR};
+use remora_process::progress;
+use remora_process::signals::Signals;
+use remora_process::tasks::blocking;
+use remora_reader::spool::{Held, SnapshotId, Spool};
 
 /// A fetch that is under way, and the signals that stop it.
 struct Fetch {
@@ -90,10 +40,9 @@ struct Fetch {
 }
 
 impl Fetch {
-    fn start(args: &FetchArgs, target: Arc<dyn Target>, data_set: DataSet) -> Result<Fetch, Failure> {
+    fn start(options: &FetchOptions, target: Arc<dyn Target>) -> Result<Fetch, Failure> {
         let signals = Signals::catch()?;
-        let pass_on = (!args.alone).then_some(&args.pass_on);
-        Ok(Fetch { signals, reception: Reception::start(&args.from, "fetch", target, true, pass_on, data_set)? })
+        Ok(Fetch { signals, reception: Reception::start(&options.from, target, true, options.pass_on.as_ref())? })
     }
 
     /// Waits until the whole snapshot has arrived. `left`: what a signal leaves. `begun` is called when a snapshot has
@@ -121,60 +70,40 @@ impl Fetch {
     }
 }
 
-/// Fetches into a file. `data_set`: what the snapshot must be of.
+/// Fetches into a file. `begun` is told of the snapshot that has begun to arrive, and of another one if that begins
+/// instead. Those who watch are told how far it is.
 ///
 /// # Errors
-/// As [`run`].
-pub(crate) async fn to_file(args: &FetchArgs, data_set: DataSet) -> Result<Summary, Failure> {
-    to_file_telling(args, data_set, |_| {}, &mut Scrapes::default()).await
-}
-
-/// As [`to_file`]. `begun` is told of the snapshot that has begun to arrive, and of another one if that begins instead.
-/// Those who watch are told how far it is.
-///
-/// # Errors
-/// As [`run`].
-pub(crate) async fn to_file_telling(
-    args: &FetchArgs,
-    data_set: DataSet,
+/// The file is refused, the source cannot be reached, there is no room, or the primary would not continue from the
+/// file.
+pub async fn to_file(
+    options: &FetchOptions,
     begun: impl Fn(Origin),
     scrapes: &mut Scrapes,
 ) -> Result<Summary, Failure> {
-    match receive(args, data_set, begun, scrapes).await {
-        Ok(whole) => whole.place(args).await,
-        Err(failure) if failure.code == Code::Stale => Err(failure.and("or use it as a backup with --allow-stale")),
-        Err(failure) => Err(failure),
-    }
+    receive(options, begun, scrapes).await?.place(options).await
 }
 
 /// A snapshot that has arrived beside its place, is right and on the disk, and from which the primary would continue.
-pub(crate) struct Whole {
+pub struct Whole {
     target: Arc<FileTarget>,
     arrived: Arrived,
-    pub(crate) summary: Summary,
+    summary: Summary,
 }
 
 /// Receives a snapshot up to the point where it can be put in its place.
 ///
 /// # Errors
-/// As [`run`].
-pub(crate) async fn receive(
-    args: &FetchArgs,
-    data_set: DataSet,
-    begun: impl Fn(Origin),
-    scrapes: &mut Scrapes,
-) -> Result<Whole, Failure> {
+/// As [`to_file`].
+pub async fn receive(options: &FetchOptions, begun: impl Fn(Origin), scrapes: &mut Scrapes) -> Result<Whole, Failure> {
     let began = Instant::now();
-    let (to, replaces, beside) = (args.to.clone(), args.replace, args.write_nodes_conf.clone());
-    let opened = blocking(move || {
-        beside.as_deref().map_or(Ok(()), nodes_conf::refuse_one_in_use)?;
-        FileTarget::open(&to, replaces)
-    });
+    let (to, replaces) = (options.to.clone(), options.placing.replaces);
+    let opened = blocking(move || FileTarget::open(&to, replaces));
     let target = scrapes.meanwhile("what an earlier fetch has left is being checked", opened).await?;
     let target = Arc::new(target);
     let folder = target.folder().to_owned();
     let left = format!("; what has arrived is in {}, and the same command goes on there", folder.display());
-    let fetch = Fetch::start(args, Arc::clone(&target) as Arc<dyn Target>, data_set)?;
+    let fetch = Fetch::start(options, Arc::clone(&target) as Arc<dyn Target>)?;
     let tell = || {
         if let Some(kept) = target.present() {
             begun(kept.origin());
@@ -189,22 +118,22 @@ pub(crate) async fn receive(
         scrape.answer(None);
     };
     let arrived = fetch.arrived(&left, tell, scrapes, asked).await?;
-    let summary = Summary::of(args, &arrived, began);
+    let summary = Summary::of(options, &arrived, began);
     let whole = Whole { target, arrived, summary };
-    if !args.allow_stale {
-        whole.refuse_if_stale(args)?;
+    if !options.allow_stale {
+        whole.refuse_if_stale(options)?;
     }
     Ok(whole)
 }
 
 impl Whole {
     /// The file, before it gets its name.
-    pub(crate) fn file(&self) -> PathBuf {
+    pub fn file(&self) -> PathBuf {
         self.target.slots()
     }
 
     /// The history and the offset of the snapshot.
-    pub(crate) fn origin(&self) -> Origin {
+    pub fn origin(&self) -> Origin {
         self.arrived.kept.origin()
     }
 
@@ -212,12 +141,12 @@ impl Whole {
     ///
     /// # Errors
     /// Why not, and where the snapshot is.
-    pub(crate) fn refuse_if_stale(&self, args: &FetchArgs) -> Result<(), Failure> {
-        let Some(stale) = self.summary.stale(args.need) else { return Ok(()) };
+    pub fn refuse_if_stale(&self, options: &FetchOptions) -> Result<(), Failure> {
+        let Some(stale) = self.summary.stale(options.need) else { return Ok(()) };
         let text = format!(
             "{}: a server that starts on it would need a full sync: {stale}. It was not put in place, and is {}; raise \
              repl-backlog-size at the primary",
-            args.to.display(),
+            options.to.display(),
             self.file().display()
         );
         Err(Failure::new(Code::Stale, text))
@@ -227,11 +156,11 @@ impl Whole {
     ///
     /// # Errors
     /// A file beside it cannot be written, or it cannot be given its owner or its name.
-    pub(crate) async fn place(self, args: &FetchArgs) -> Result<Summary, Failure> {
+    pub async fn place(self, options: &FetchOptions) -> Result<Summary, Failure> {
         let Whole { target, arrived, summary } = self;
-        let how = Placing { owner: args.owner, mode: args.mode, replaces: args.replace };
+        let how = options.placing;
         // Before the snapshot: a server that finds it, and is not a replica, would take the data for its own.
-        write_who_it_follows(args, &arrived, &summary, how).await?;
+        write_replicaof(options, &arrived, &summary).await?;
         drop(arrived);
         let place = move || match Arc::into_inner(target) {
             Some(target) => target.place(&how),
@@ -242,74 +171,37 @@ impl Whole {
     }
 }
 
-/// Writes the files by which a server that starts on the snapshot is a replica.
-async fn write_who_it_follows(
-    args: &FetchArgs,
-    arrived: &Arrived,
-    summary: &Summary,
-    how: Placing,
-) -> Result<(), Failure> {
-    if let Some(file) = args.write_replicaof.clone() {
-        let (host, port) = match args.sentinel.open()? {
-            Some(sentinels) => {
-                // The snapshot is there: what passes must not throw it away.
-                let mut patience = Patience::new(args.from.read.retry_for, RETRY_FOR);
-                let primary = loop {
-                    match sentinels.primary().await {
-                        Ok(primary) => break primary,
-                        Err(error) => tokio::time::sleep(patience.after(Instant::now(), error.into())?).await,
-                    }
-                };
-                (primary.host, primary.port)
-            }
-            None => (primary_host(args, &arrived.plan), summary.primary_port),
-        };
-        let line = format!("replicaof {host} {port}\n");
-        let how = Placing { replaces: true, ..how };
-        blocking(move || Ok(beside::write(&file, line.as_bytes(), &how)?)).await?;
-    }
-    let (Some(file), Some(cluster), Some(at)) = (&args.write_nodes_conf, &args.cluster.cluster, &args.node_address)
-    else {
-        return Ok(());
-    };
-    let server = args.cluster.open(cluster)?;
-    let mut patience = Patience::new(args.from.read.retry_for, RETRY_FOR);
-    let conf = loop {
-        match nodes_conf::make(&server, arrived.kept.origin().history, at).await {
-            Ok(conf) => break conf,
-            Err(failure) => tokio::time::sleep(patience.after(Instant::now(), failure)?).await,
+/// Writes the file by which a server that starts on the snapshot is a replica.
+async fn write_replicaof(options: &FetchOptions, arrived: &Arrived, summary: &Summary) -> Result<(), Failure> {
+    let Some(ReplicaOf { file, sentinels }) = options.replicaof.clone() else { return Ok(()) };
+    let (host, port) = match sentinels {
+        Some(sentinels) => {
+            // The snapshot is there: what passes must not throw it away.
+            let mut patience = Patience::new(options.from.read.retry_for, RETRY_FOR);
+            let primary = loop {
+                match sentinels.primary().await {
+                    Ok(primary) => break primary,
+                    Err(error) => tokio::time::sleep(patience.after(Instant::now(), error.into())?).await,
+                }
+            };
+            (primary.host, primary.port)
         }
+        None => (primary_host(options, &arrived.plan), summary.primary_port),
     };
-    let to = file.clone();
-    blocking(move || {
-        nodes_conf::refuse_one_in_use(&to)?;
-        write_nodes_conf(&to, &conf, how)
-    })
-    .await
+    let line = format!("replicaof {host} {port}\n");
+    let how = Placing { replaces: true, ..options.placing };
+    blocking(move || Ok(files::write(&file, line.as_bytes(), &how)?)).await
 }
 
-fn write_nodes_conf(to: &Path, conf: &nodes_conf::NodesConf, how: Placing) -> Result<(), Failure> {
-    match read_configuration(to) {
-        // The node has been in the cluster before, and keeps its name there.
-        Ok(text) if nodes_conf::follows(&text, &conf.primary) => Ok(()),
-        Ok(_) if !how.replaces => Err(Failure::refused(format!(
-            "{} is of a node that does not follow {}: remove it, or replace it by --replace",
-            to.display(),
-            conf.primary
-        ))),
-        Err(error) if error.kind() != io::ErrorKind::NotFound && !how.replaces => Err(unreadable(to, &error)),
-        _ => Ok(beside::write(to, conf.text.as_bytes(), &Placing { replaces: true, ..how })?),
-    }
-}
-
-async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
+/// Fetches to standard output, as the snapshot arrives. Until it is written, it is kept in the file system of the
+/// folder `spool`, in a file without a name.
+///
+/// # Errors
+/// The source cannot be reached, there is no room, or nobody reads standard output any more.
+pub async fn to_stdout(options: &FetchOptions, spool: &Path) -> Result<Summary, Failure> {
     let began = Instant::now();
-    let shelf = Arc::new(Shelf::new(&args.spool));
-    let mut fetch = Fetch::start(
-        &args,
-        Arc::clone(&shelf) as Arc<dyn Target>,
-        DataSet::of_a_source(args.from.expected.is_given()),
-    )?;
+    let shelf = Arc::new(Shelf::new(spool));
+    let mut fetch = Fetch::start(options, Arc::clone(&shelf) as Arc<dyn Target>)?;
     let (tell, mut written) = tokio::sync::oneshot::channel();
     let (mut begun, source) = (fetch.reception.begun.clone(), Arc::clone(&shelf));
     let writing = async move {
@@ -335,11 +227,11 @@ async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
             result = &mut written => {
                 let result = result.unwrap_or_else(|_| Err(io::Error::other("it was not written")));
                 match (result, arrived.take()) {
-                    (Ok(_), Some(arrived)) => return Summary::of(&args, &arrived, began).show(&args),
+                    (Ok(_), Some(arrived)) => return Ok(Summary::of(options, &arrived, began)),
                     // All of it has been written, and the source is just being asked about the primary.
                     (Ok(_), None) => {
                         let arrived = fetch.arrived("", || {}, &mut Scrapes::default(), |_| {}).await?;
-                        return Summary::of(&args, &arrived, began).show(&args);
+                        return Ok(Summary::of(options, &arrived, began));
                     }
                     (Err(error), _) => {
                         return Err(Failure::local(format!("standard output has not got the whole snapshot: {error}")));
@@ -355,54 +247,28 @@ async fn to_stdout(args: FetchArgs) -> Result<(), Failure> {
     }
 }
 
-fn unwritable(file: &Path, error: &io::Error) -> Failure {
-    Failure::local(format!("{} cannot be written: {error}", file.display()))
-}
-
 /// The host at which a server on this host reaches the primary.
-fn primary_host(args: &FetchArgs, plan: &Offer) -> String {
-    if plan.primary.host.is_empty() { args.from.read.source.present().host.clone() } else { plan.primary.host.clone() }
-}
-
-fn unreadable(file: &Path, error: &io::Error) -> Failure {
-    Failure::refused(format!("{} cannot be read: {error}", file.display()))
-}
-
-/// Refuses a server that would not load the file.
-fn check_config(file: &Path, has_nodes_conf: bool) -> Result<(), Failure> {
-    let configuration = Configuration::read(file).map_err(|error| unreadable(file, &error))?;
-    let file = file.display();
-    if configuration.is_yes("appendonly") {
-        return Err(Failure::refused(format!(
-            "{file} has appendonly yes: the server would load its AOF, or nothing, and not an RDB file. Start it with \
-             appendonly no, and set it to yes by CONFIG SET when it follows its primary"
-        )));
+fn primary_host(options: &FetchOptions, plan: &Offer) -> String {
+    if plan.primary.host.is_empty() {
+        options.from.read.source.present().host.clone()
+    } else {
+        plan.primary.host.clone()
     }
-    let is_cluster = configuration.is_yes("cluster-enabled");
-    if is_cluster && !has_nodes_conf {
-        tracing::warn!(
-            "{file} has cluster-enabled yes: without a nodes.conf that names its primary, the node would take the slots \
-             of its keys for its own; --write-nodes-conf writes one"
-        );
-    }
-    if configuration.primary().is_none() && !is_cluster {
-        tracing::warn!(
-            "{file} has no replicaof: a server that is no replica while it loads the file takes a full sync when it \
-             becomes one; include the file of --write-replicaof there"
-        );
-    }
-    Ok(())
 }
 
 /// What was fetched.
 #[derive(Debug, Serialize)]
-pub(crate) struct Summary {
+pub struct Summary {
     to: PathBuf,
-    pub(crate) server: String,
+    /// The server whose data it has.
+    pub server: String,
     primary_port: u16,
-    pub(crate) replid: String,
-    pub(crate) offset: u64,
-    pub(crate) bytes: u64,
+    /// The history of the snapshot.
+    pub replid: String,
+    /// The last byte of that history which it has.
+    pub offset: u64,
+    /// The length of the file.
+    pub bytes: u64,
     seconds: f64,
     /// Why the primary would not continue from the file; empty if it would.
     not_continued_because: String,
@@ -414,14 +280,14 @@ pub(crate) struct Summary {
 }
 
 impl Summary {
-    fn of(args: &FetchArgs, arrived: &Arrived, began: Instant) -> Summary {
+    fn of(options: &FetchOptions, arrived: &Arrived, began: Instant) -> Summary {
         let Origin { history, offset, .. } = arrived.kept.origin();
         let plan = &arrived.plan;
         let behind = plan.offset.saturating_sub(offset);
         let room = plan.backlog_bytes.saturating_sub(behind);
         let covered = arrived.covered.clone().unwrap_or_else(|| Err("the primary was not asked".to_owned()));
         Summary {
-            to: args.to.clone(),
+            to: options.to.clone(),
             server: plan.server.clone(),
             primary_port: plan.primary.port,
             replid: history.to_string(),
@@ -450,8 +316,8 @@ impl Summary {
         ))
     }
 
-    /// Adds what is known at the end.
-    fn measure(&self, families: &mut Families) {
+    /// Shows it to those who watch.
+    pub fn measure(&self, families: &mut Families) {
         families.number(&all::FETCH_BYTES, self.bytes);
         families.number(&all::FETCH_OFFSET, self.offset);
         if let Some(seconds) = self.headroom_seconds {
@@ -459,7 +325,8 @@ impl Summary {
         }
     }
 
-    fn show(&self, args: &FetchArgs) -> Result<(), Failure> {
+    /// Says it in words.
+    pub fn show(&self) {
         let good = match (&*self.not_continued_because, self.headroom_seconds) {
             ("", None) => "the primary continues from it as long as nothing is written".to_owned(),
             ("", Some(seconds)) => format!(
@@ -479,11 +346,6 @@ impl Summary {
             self.offset,
             self.seconds
         ));
-        if let Some(file) = &args.json {
-            let json = serde_json::to_vec_pretty(self).map_err(|error| Failure::local(error.to_string()))?;
-            std::fs::write(file, json).map_err(|error| unwritable(file, &error))?;
-        }
-        Ok(())
     }
 }
 
@@ -499,7 +361,7 @@ const OUT_PIECE: u64 = 1 << 20;
 ///
 /// # Errors
 /// The other end has gone, or the snapshot will not become whole.
-pub(super) fn write_out(kept: &Arc<Kept>, out: &mut impl Write) -> io::Result<u64> {
+pub(crate) fn write_out(kept: &Arc<Kept>, out: &mut impl Write) -> io::Result<u64> {
     let mut at = 0;
     loop {
         let (tell, found) = mpsc::sync_channel(1);
@@ -532,7 +394,7 @@ pub(super) fn write_out(kept: &Arc<Kept>, out: &mut impl Write) -> io::Result<u6
 // fetch that is started again goes on behind the slots that are there and right.
 
 /// A file that a snapshot becomes.
-pub(super) struct FileTarget {
+pub(crate) struct FileTarget {
     to: PathBuf,
     /// Where its slots are until then.
     folder: PathBuf,
@@ -563,7 +425,7 @@ impl FileTarget {
     ///
     /// # Errors
     /// There is a file already and it is not to be replaced, another fetch is at work, or the folder cannot be used.
-    pub(super) fn open(to: &Path, replaces: bool) -> Result<FileTarget, Failure> {
+    pub(crate) fn open(to: &Path, replaces: bool) -> Result<FileTarget, Failure> {
         let Some(name) = to.file_name() else {
             return Err(Failure::refused(format!("{} is not the name of a file", to.display())));
         };
@@ -584,12 +446,12 @@ impl FileTarget {
     }
 
     /// Where the slots are, and what is known of them.
-    pub(super) fn folder(&self) -> &Path {
+    pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
     /// The slots, which become the file.
-    pub(super) fn slots(&self) -> PathBuf {
+    pub(crate) fn slots(&self) -> PathBuf {
         self.folder.join("slots")
     }
 
@@ -597,12 +459,12 @@ impl FileTarget {
     ///
     /// # Errors
     /// The owner or the name cannot be given to it, or another file has the name by now.
-    pub(super) fn place(self, how: &Placing) -> Result<(), Failure> {
+    pub(crate) fn place(self, how: &Placing) -> Result<(), Failure> {
         let slots = self.slots();
         let opened = File::open(&slots);
         let file = opened
             .map_err(|error| Failure::local(format!("{}: its slots cannot be opened: {error}", self.to.display())))?;
-        beside::put(&file, &slots, &self.to, how)?;
+        files::put(&file, &slots, &self.to, how)?;
         // It holds records of slots only; if it cannot be removed, the next fetch begins anew.
         if let Err(error) = std::fs::remove_dir_all(&self.folder) {
             tracing::warn!("{} cannot be removed: {error}", self.folder.display());
@@ -737,23 +599,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-
-    #[test]
-    fn a_server_with_an_aof_is_refused_and_other_settings_are_not() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("redis.conf");
-        for (text, is_refused) in [
-            ("appendonly yes\n", true),
-            ("appendonly no\nAppendOnly \"yes\"\n", true),
-            ("appendonly yes\nappendonly no\n", false),
-            ("# appendonly yes\nreplicaof a 1\n", false),
-        ] {
-            std::fs::write(&file, text).unwrap();
-            assert_eq!(check_config(&file, false).is_err(), is_refused, "{text}");
-        }
-        assert!(check_config(&folder.path().join("missing"), false).is_err());
-        assert!(check_config(Path::new("/dev/zero"), false).is_err(), "without an end");
-    }
 
     #[test]
     fn a_file_is_stale_if_the_primary_says_so_or_if_the_time_does_not_suffice() {

@@ -18,10 +18,9 @@ use std::time::Duration;
 
 use tempfile::NamedTempFile;
 
-use crate::args::{Location, StoreArgs};
-use crate::exit::Failure;
-use crate::snapshot::beside;
-use crate::snapshot::fetch::PRIVATE;
+use crate::options::{Location, StoreOptions};
+use remora_base::files::{self, PRIVATE};
+use remora_process::exit::Failure;
 
 /// Where objects are kept. All calls block, so they are for threads that may. Each of them is bounded in time.
 pub(super) trait Store: Debug + Send + Sync {
@@ -81,11 +80,15 @@ pub(super) fn get(store: &dyn Store, key: &str) -> Result<Option<Vec<u8>>, Failu
 
 /// The store at this place, for reading; `None` for a path that is not a folder. `retry_for`: how long a request is
 /// tried again while a bucket's store cannot be reached.
-pub(super) fn open(at: &Location, args: &StoreArgs, retry_for: Duration) -> Result<Option<Arc<dyn Store>>, Failure> {
+pub(super) fn open(
+    at: &Location,
+    options: &StoreOptions,
+    retry_for: Duration,
+) -> Result<Option<Arc<dyn Store>>, Failure> {
     match at {
         Location::Path(path) if path.is_dir() => Ok(Some(Arc::new(FolderStore::new(path)))),
         Location::Path(_) => Ok(None),
-        Location::Bucket { bucket, prefix } => of_bucket(bucket, prefix, args, retry_for).map(Some),
+        Location::Bucket { bucket, prefix } => of_bucket(bucket, prefix, options, retry_for).map(Some),
     }
 }
 
@@ -99,15 +102,15 @@ pub(super) fn in_folder(path: &Path) -> Arc<dyn Store> {
 pub(super) fn of_bucket(
     bucket: &str,
     prefix: &str,
-    args: &StoreArgs,
+    options: &StoreOptions,
     retry_for: Duration,
 ) -> Result<Arc<dyn Store>, Failure> {
-    Ok(Arc::new(bucket::BucketStore::open(bucket, prefix, args, retry_for)?))
+    Ok(Arc::new(bucket::BucketStore::open(bucket, prefix, options, retry_for)?))
 }
 
 /// The store in a bucket.
 #[cfg(not(feature = "s3"))]
-pub(super) fn of_bucket(bucket: &str, _: &str, _: &StoreArgs, _: Duration) -> Result<Arc<dyn Store>, Failure> {
+pub(super) fn of_bucket(bucket: &str, _: &str, _: &StoreOptions, _: Duration) -> Result<Arc<dyn Store>, Failure> {
     Err(Failure::refused(format!("this remora was built without the feature s3, so s3://{bucket} cannot be used")))
 }
 
@@ -230,7 +233,7 @@ impl Write for Arriving {
 impl Upload for Arriving {
     fn finish(self: Box<Self>) -> Result<(), Failure> {
         let (file, fresh) = self.file.into_parts();
-        beside::put(&file, &fresh, &self.to, &PRIVATE)?;
+        files::put(&file, &fresh, &self.to, &PRIVATE)?;
         _ = fresh.keep(); // it has another name by now
         Ok(())
     }

@@ -5,13 +5,13 @@
 use std::io::{self, Read, Write};
 use std::path::Path;
 
-use crate::exit::Failure;
+use remora_process::exit::Failure;
 
 /// How the key of a sealed object ends.
-pub(super) const ENDING: &str = ".age";
+pub(crate) const ENDING: &str = ".age";
 
 /// What a manifest says of such an object.
-pub(super) const FORMAT: &str = "age";
+pub(crate) const FORMAT: &str = "age";
 
 /// How a recipient begins.
 const RECIPIENT: &str = "age1";
@@ -23,7 +23,7 @@ const FILE_BYTES: usize = 64 << 10;
 ///
 /// # Errors
 /// One is not a recipient, or a file cannot be read.
-pub(super) fn recipients(arguments: &[String]) -> Result<Option<Recipients>, Failure> {
+pub(crate) fn recipients(arguments: &[String]) -> Result<Option<Recipients>, Failure> {
     let mut all = Vec::new();
     for argument in arguments {
         if argument.starts_with(RECIPIENT) {
@@ -49,7 +49,7 @@ pub(super) fn recipients(arguments: &[String]) -> Result<Option<Recipients>, Fai
 }
 
 /// A writer through which an object passes, sealed or as it is.
-pub(super) enum Sealing<W: Write> {
+pub(crate) enum Sealing<W: Write> {
     Plain(W),
     #[cfg(feature = "age")]
     Age(Box<age::stream::StreamWriter<W>>),
@@ -57,7 +57,7 @@ pub(super) enum Sealing<W: Write> {
 
 impl<W: Write> Sealing<W> {
     /// Begins an object. Without recipients it stays as it is.
-    pub(super) fn begin(recipients: Option<&Recipients>, to: W) -> io::Result<Sealing<W>> {
+    pub(crate) fn begin(recipients: Option<&Recipients>, to: W) -> io::Result<Sealing<W>> {
         match recipients {
             None => Ok(Sealing::Plain(to)),
             Some(recipients) => recipients.seal(to),
@@ -65,7 +65,7 @@ impl<W: Write> Sealing<W> {
     }
 
     /// Ends the object. What was below it is not ended.
-    pub(super) fn finish(self) -> io::Result<W> {
+    pub(crate) fn finish(self) -> io::Result<W> {
         match self {
             Sealing::Plain(to) => Ok(to),
             #[cfg(feature = "age")]
@@ -94,7 +94,7 @@ impl<W: Write> Write for Sealing<W> {
 
 /// The holders of the keys that open sealed objects.
 #[cfg(feature = "age")]
-pub(super) struct Recipients(Vec<age::x25519::Recipient>);
+pub(crate) struct Recipients(Vec<age::x25519::Recipient>);
 
 #[cfg(feature = "age")]
 impl Recipients {
@@ -116,7 +116,7 @@ impl Recipients {
 
 /// What opens sealed objects.
 #[cfg(feature = "age")]
-pub(super) struct Identities {
+pub(crate) struct Identities {
     file: std::path::PathBuf,
     all: Vec<age::x25519::Identity>,
 }
@@ -127,7 +127,7 @@ impl Identities {
     ///
     /// # Errors
     /// It cannot be read, other users can read it, or it has no identity.
-    pub(super) fn read(file: &Path) -> Result<Identities, Failure> {
+    pub(crate) fn read(file: &Path) -> Result<Identities, Failure> {
         let unusable = |what: &dyn std::fmt::Display| {
             Failure::refused(format!("the identities in {} (--identity) cannot be used: {what}", file.display()))
         };
@@ -149,7 +149,7 @@ impl Identities {
     ///
     /// # Errors
     /// None of the identities fits, or the object is damaged at its beginning.
-    pub(super) fn open<'a>(&self, object: impl io::BufRead + 'a, address: &str) -> Result<Box<dyn Read + 'a>, Failure> {
+    pub(crate) fn open<'a>(&self, object: impl io::BufRead + 'a, address: &str) -> Result<Box<dyn Read + 'a>, Failure> {
         let failed = |error: age::DecryptError| match error {
             age::DecryptError::NoMatchingKeys => Failure::refused(format!(
                 "{address} is encrypted to other recipients: no identity in {} opens it",
@@ -169,7 +169,7 @@ impl Identities {
 
 /// Nothing: this program was built without the feature `age`.
 #[cfg(not(feature = "age"))]
-pub(super) enum Recipients {}
+pub(crate) enum Recipients {}
 
 #[cfg(not(feature = "age"))]
 impl Recipients {
@@ -184,17 +184,17 @@ impl Recipients {
 
 /// Nothing: this program was built without the feature `age`.
 #[cfg(not(feature = "age"))]
-pub(super) enum Identities {}
+pub(crate) enum Identities {}
 
 #[cfg(not(feature = "age"))]
 impl Identities {
     /// Refuses.
-    pub(super) fn read(_: &Path) -> Result<Identities, Failure> {
+    pub(crate) fn read(_: &Path) -> Result<Identities, Failure> {
         Err(Failure::refused("this remora was built without the feature age, so --identity cannot be used"))
     }
 
     /// Is never called.
-    pub(super) fn open<'a>(&self, _: impl io::BufRead + 'a, _: &str) -> Result<Box<dyn Read + 'a>, Failure> {
+    pub(crate) fn open<'a>(&self, _: impl io::BufRead + 'a, _: &str) -> Result<Box<dyn Read + 'a>, Failure> {
         match *self {}
     }
 }

@@ -41,9 +41,9 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use super::{Object, Store, Upload};
-use crate::args::{Location, StoreArgs};
-use crate::events;
-use crate::exit::{Code, Failure};
+use crate::options::{Location, StoreOptions};
+use remora_process::events;
+use remora_process::exit::{Code, Failure};
 
 /// Bytes of a part at least. Stores want 5 MiB and more, and Amazon charges by the request.
 const PART_BYTES: u64 = 8 << 20;
@@ -108,7 +108,7 @@ impl BucketStore {
     pub(super) fn open(
         bucket: &str,
         prefix: &str,
-        args: &StoreArgs,
+        options: &StoreOptions,
         retry_for: Duration,
     ) -> Result<BucketStore, Failure> {
         let at = Location::Bucket { bucket: bucket.to_owned(), prefix: prefix.to_owned() };
@@ -117,15 +117,15 @@ impl BucketStore {
             .with_http_connector(Connector)
             // Not every store has it, and few objects are removed.
             .with_disable_bulk_delete(true);
-        if let Some(endpoint) = &args.s3_endpoint {
+        if let Some(endpoint) = &options.endpoint {
             builder = builder.with_config(AmazonS3ConfigKey::S3Endpoint, endpoint);
         }
-        if let Some(region) = &args.s3_region {
+        if let Some(region) = &options.region {
             builder = builder.with_region(region);
         }
         let set = |key| builder.get_config_value(&key).filter(|value| !value.is_empty());
         if let Some(endpoint) = set(AmazonS3ConfigKey::S3Endpoint).or_else(|| set(AmazonS3ConfigKey::Endpoint)) {
-            check_endpoint(&endpoint, args.s3_allow_http)?;
+            check_endpoint(&endpoint, options.allow_http)?;
         }
         let has_others = [
             AmazonS3ConfigKey::AccessKeyId,
@@ -134,7 +134,7 @@ impl BucketStore {
             AmazonS3ConfigKey::ContainerCredentialsFullUri,
         ];
         let has_others = has_others.into_iter().any(|key| set(key).is_some());
-        let file = args.s3_credentials_file.clone().or_else(|| usual_file().filter(|_| !has_others));
+        let file = options.credentials_file.clone().or_else(|| usual_file().filter(|_| !has_others));
         let is_role = file.is_none() && !has_others;
         let max_retries = if is_role { ROLE_RETRIES } else { WAITING_RETRIES };
         builder = builder.with_retry(RetryConfig { max_retries, retry_timeout: retry_for, ..RetryConfig::default() });

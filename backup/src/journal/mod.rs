@@ -1,4 +1,4 @@
-//! `remora backup --journal`: a snapshot, and the commands since, until it is stopped.
+//! Journal: a snapshot, and the commands since, until it is stopped.
 //!
 //! ```text
 //!   source ══ slots ═════▶ snapshot ─╮ whole                      --base-every: the next folder begins,
@@ -7,14 +7,12 @@
 //!                                        ╰▶ the next folder, whose manifest says that there is a gap
 //! ```
 //!
-//! - [`recorder`]: the stream as files of commands. **Start here.**
+//! - [`recorder`](crate::recorder): the stream as files of commands. **Start there.**
 //! - [`sets`]: a folder, its list of files, and how it gets its name; or an archive of a store.
 //! - This file: which folder is written when, and the journal of the source, across lost connections.
 
-pub(super) mod recorder;
-mod sets;
+pub(crate) mod sets;
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -27,28 +25,27 @@ use tokio::sync::{Mutex, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
 
-use self::recorder::{RecordError, Recorder};
 use self::sets::Sizes;
-use super::manifest::{Gap, Kind, Manifest};
-use super::moment::Moment;
-use super::{Recorded, Seen, Target};
-use crate::args::BackupArgs;
-use crate::backoff::Backoff;
-use crate::conversation::Fault;
-use crate::conversation::certificates::CertificateRoles;
-use crate::conversation::tokens::{Credentials, TokenFiles};
-use crate::exit::{Code, Failure};
-use crate::metrics::Scrapes;
-use crate::progress;
-use crate::reader::ReadOptions;
-use crate::reader::data_set::DataSet;
-use crate::reader::parts::Part;
-use crate::reader::source::{Received, Session, Sinks, Source, join, loss, unreachable};
-use crate::signals::Signals;
-use crate::snapshot::fetch;
-use crate::tasks::blocking;
-use crate::units::Size;
+use crate::destination::{Destination, Recorded, Seen};
+use crate::fetch;
+use crate::manifest::{Gap, Kind, Manifest};
+use crate::options::{BackupOptions, FetchOptions, JournalOptions, SnapshotFrom};
+use crate::recorder::{RecordError, Recorder};
+use remora_base::moment::Moment;
+use remora_base::pace::Backoff;
+use remora_base::units::Size;
+use remora_conversation::Fault;
+use remora_conversation::tokens::Credentials;
+use remora_metrics::Scrapes;
+use remora_process::exit::{Code, Failure};
+use remora_process::progress;
 use remora_process::rdb_file::RdbFile;
+use remora_process::signals::Signals;
+use remora_process::tasks::blocking;
+use remora_reader::ReadOptions;
+use remora_reader::data_set::DataSet;
+use remora_reader::parts::Part;
+use remora_reader::source::{Received, Session, Sinks, Source, join, loss, unreachable};
 
 /// The part of --base-every after which another snapshot is asked for again, if there was none.
 const AGAIN_PART: u32 = 8;
@@ -58,8 +55,9 @@ const AGAIN_LEAST: Duration = Duration::from_secs(1);
 
 /// What all folders of one command have in common.
 struct Context {
-    args: BackupArgs,
-    target: Arc<Target>,
+    options: Arc<BackupOptions>,
+    limits: JournalOptions,
+    target: Arc<Destination>,
     from: From,
     /// Held while a folder gets its name, which is not broken off: what is there then has a whole snapshot.
     naming: Arc<Mutex<()>>,
@@ -78,23 +76,19 @@ type Beginning = JoinHandle<Result<Option<Set>, Failure>>;
 ///
 /// # Errors
 /// The source cannot be reached for too long or refuses, or a file cannot be written.
-pub(super) async fn run(
-    args: BackupArgs,
-    target: Arc<Target>,
+pub(crate) async fn run(
+    options: Arc<BackupOptions>,
+    limits: JournalOptions,
+    target: Arc<Destination>,
     seen: Seen,
     scrapes: &mut Scrapes,
 ) -> Result<(), Failure> {
     let mut signals = Signals::catch()?;
-    let from = args.from.clone();
-    let security = from.security.open_for(&from.expected, CertificateRoles::default())?;
-    let files: Vec<PathBuf> = from.token_file.iter().cloned().collect();
-    let tokens = TokenFiles::read(&files, &[], security)?;
-    let _rereading = tokens.read_again_on_hangup()?;
-    let credentials = tokens.credentials(from.expected.source_key);
-    let name = from.name.clone().unwrap_or_else(|| "backup".to_owned());
-    let data_set = DataSet::of_a_source(from.expected.is_given());
-    let from = From { read: from.read.plain(), credentials, data_set, name, sync_every: args.sync_every };
-    let context = Arc::new(Context { args, target, from, naming: Arc::default() });
+    let _rereading = options.from.tokens.read_again_on_hangup()?;
+    let SnapshotFrom { read, data_set, name, .. } = options.from.clone();
+    let credentials = options.from.credentials();
+    let from = From { read, credentials, data_set, name, sync_every: limits.sync_every };
+    let context = Arc::new(Context { options, limits, target, from, naming: Arc::default() });
     let mut present = scrapes.meanwhile("what is there is being checked", resume(&context)).await?;
     let mut beginning = if present.is_none() { Some(context.begin(None, None)) } else { None };
     let mut due = context.due(present.as_ref());
@@ -179,7 +173,7 @@ async fn ended(present: &mut Option<Set>) -> Ended {
 
 /// Goes on with the newest folder, if there is one.
 async fn resume(context: &Arc<Context>) -> Result<Option<Set>, Failure> {
-    let (target, sizes) = (Arc::clone(&context.target), Sizes::of(&context.args));
+    let (target, sizes) = (Arc::clone(&context.target), Sizes::of(&context.limits));
     let found = blocking(move || sets::resume(&target, sizes)).await?;
     let Some((manifest, recorder)) = found else { return Ok(None) };
     let address = context.target.address_of(&manifest);
@@ -204,7 +198,7 @@ impl Context {
 
     /// When the next folder is due.
     fn due(&self, set: Option<&Set>) -> Instant {
-        let every = self.args.base_every;
+        let every = self.limits.base_every;
         let age = set.map_or(0, |set| Moment::now().get().saturating_sub(set.manifest.taken_seconds.get()));
         let left = every.saturating_sub(Duration::from_secs(age)).max(self.pause());
         // As good as never.
@@ -218,11 +212,11 @@ impl Context {
     }
 
     fn pause(&self) -> Duration {
-        (self.args.base_every / AGAIN_PART).max(AGAIN_LEAST)
+        (self.limits.base_every / AGAIN_PART).max(AGAIN_LEAST)
     }
 
     async fn keep(&self, set: Option<&Set>) -> Result<(), Failure> {
-        let (Some(keep), Some(set)) = (self.args.keep, set) else { return Ok(()) };
+        let (Some(keep), Some(set)) = (self.options.keep, set) else { return Ok(()) };
         let (target, manifest) = (Arc::clone(&self.target), set.manifest.clone());
         blocking(move || {
             target.keep(&manifest, keep);
@@ -287,14 +281,10 @@ async fn begin(
     let began = Instant::now();
     let incoming = context.target.incoming_file();
     let (tell, mut begun) = watch::channel(None);
-    let args = context.args.fetch(&incoming);
-    let (data_set, mut unasked) = (context.from.data_set.clone(), Scrapes::default());
-    let mut fetching = Box::pin(fetch::to_file_telling(
-        &args,
-        data_set,
-        move |origin| _ = tell.send_replace(Some(origin)),
-        &mut unasked,
-    ));
+    let file = FetchOptions::of_a_backup(context.options.from.clone(), incoming.clone());
+    let mut unasked = Scrapes::default();
+    let told = move |origin| _ = tell.send_replace(Some(origin));
+    let mut fetching = Box::pin(fetch::to_file(&file, told, &mut unasked));
     let mut recording: Option<(ReplId, u64, sets::Beginning, Following)> = None;
     let fetched = loop {
         tokio::select! {
@@ -326,7 +316,7 @@ async fn begin(
             record(context, history, rdb.offset).await?
         }
     };
-    let mut manifest = Manifest::of(Kind::Journal, &rdb, &fetched.server, context.args.from.read.source.to_string());
+    let mut manifest = Manifest::of(Kind::Journal, &rdb, &fetched.server, context.options.from.read.source.to_string());
     // A snapshot that was taken before the last command of the earlier folder leaves no gap.
     manifest.gap = after
         .filter(|(before, gap)| before.replid != manifest.replid || gap.after_offset < manifest.offset)
@@ -358,7 +348,7 @@ async fn record(
     history: ReplId,
     offset: u64,
 ) -> Result<(ReplId, u64, sets::Beginning, Following), Failure> {
-    let (target, sizes) = (Arc::clone(&context.target), Sizes::of(&context.args));
+    let (target, sizes) = (Arc::clone(&context.target), Sizes::of(&context.limits));
     let (set, recorder) = blocking(move || sets::begin(&target, sizes, offset)).await?;
     Ok((history, offset, set, Following::start(context.from.clone(), history, recorder)))
 }
@@ -550,7 +540,7 @@ async fn connect(from: &From, history: ReplId, next_byte: u64) -> Result<(Source
         },
         Err(_) => {
             let text = format!("the source {} offered no journal within {} s", from.read.source, OFFER_LIMIT.as_secs());
-            Err(Why::Failed(Failure::new(crate::exit::Code::Source, text)))
+            Err(Why::Failed(Failure::new(remora_process::exit::Code::Source, text)))
         }
     }
 }
@@ -590,7 +580,7 @@ async fn session(
                 Received::Message(message) => match *message {
                     Message::GenerationGone { text, .. } => {
                         // What the journal has until then is read: the next attempt says that it is gone.
-                        break Failure::new(crate::exit::Code::Source, format!("the stream has ended: {text}"));
+                        break Failure::new(remora_process::exit::Code::Source, format!("the stream has ended: {text}"));
                     }
                     _ => continue,
                 },
@@ -601,11 +591,11 @@ async fn session(
                     ReadError::Record(error @ RecordError::TimeUnknown) => Why::Gone(error.to_string()),
                     ReadError::Record(error) => Why::Failed(unwritable(&recorder, error)),
                     ReadError::Table(error @ remora_table::Error::Overrun { .. }) => Why::Gone(error.to_string()),
-                    ReadError::Table(error) => Why::Failed(Failure::new(crate::exit::Code::Source, error.to_string())),
+                    ReadError::Table(error) => Why::Failed(Failure::new(remora_process::exit::Code::Source, error.to_string())),
                 });
                 return match end {
                     // The table is lost, and the session with it: another attempt.
-                    Err(Why::Failed(failure)) if failure.code == crate::exit::Code::Source => (recorder, Ok(failure)),
+                    Err(Why::Failed(failure)) if failure.code == remora_process::exit::Code::Source => (recorder, Ok(failure)),
                     Err(why) => (recorder, Err(why)),
                     Ok(()) => (recorder, Err(Why::Stopped)),
                 };

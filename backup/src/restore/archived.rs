@@ -13,18 +13,18 @@ use std::sync::Arc;
 use remora_redis::aof::{FileKind, Manifest as List, NamedFile};
 use remora_redis::rdb::crc64;
 
-use super::super::archive::{self, Segment, failure_of, missing};
-use super::super::commands_file::checked_list;
-use super::super::manifest::{Damaged, IN_FOLDER, Kind, Manifest, newest_until};
-use super::super::moment::Moment;
-use super::super::sealing::{ENDING, Identities};
-use super::super::shelf;
-use super::super::store::{self, Store};
 use super::{AofFolder, FOLDER, Found};
-use crate::args::{Location, Pass, RestoreArgs};
-use crate::exit::Failure;
-use crate::free_space;
-use crate::progress::{Meter, Unit};
+use crate::archive::{self, Segment, failure_of, missing};
+use crate::commands_file::checked_list;
+use crate::manifest::{Damaged, IN_FOLDER, Kind, Manifest, newest_until};
+use crate::options::{Location, Pass, RestoreOptions};
+use crate::sealing::{ENDING, Identities};
+use crate::shelf;
+use crate::store::{self, Store};
+use remora_base::moment::Moment;
+use remora_process::exit::Failure;
+use remora_process::free_space;
+use remora_process::progress::{Meter, Unit};
 
 /// Bytes that are read at a time.
 const PIECE: usize = 1 << 20;
@@ -50,11 +50,11 @@ impl Archived {
     ///
     /// # Errors
     /// The store cannot be read, or has no such backup.
-    pub(super) fn find(args: &RestoreArgs) -> Result<Option<Archived>, Failure> {
-        let at = &args.from;
-        let identities = args.identity.as_deref().map(Identities::read).transpose()?;
-        if let Some(store) = store::open(at, &args.store, args.retry_for)?
-            && let Some(manifest) = newest(&*store, args.until, args.until_pass)?
+    pub(super) fn find(options: &RestoreOptions) -> Result<Option<Archived>, Failure> {
+        let at = &options.from;
+        let identities = options.identity.as_deref().map(Identities::read).transpose()?;
+        if let Some(store) = store::open(at, &options.store, options.retry_for)?
+            && let Some(manifest) = newest(&*store, options.until, options.until_pass)?
         {
             if let Location::Path(path) = at
                 && !shelf::list(path, Damaged::Refused)?.is_empty()
@@ -66,7 +66,7 @@ impl Archived {
             return Ok(Some(Archived { store, identities, manifest }));
         }
         if let Some((above, name)) = named(at)
-            && let Some(store) = store::open(&above, &args.store, args.retry_for)?
+            && let Some(store) = store::open(&above, &options.store, options.retry_for)?
             && let Some(manifest) = archive::read(&*store, &name)?
         {
             return Ok(Some(Archived { store, identities, manifest }));
