@@ -6,9 +6,9 @@
 //!   objects ──╯ archived: fetched into a folder                ╰──▶ laid: copies beside, synced, renamed
 //! ```
 //!
-//! - [`archived`]: the files of a backup in a bucket, or another archive.
-//! - [`commands`]: append-only files, read to their end or to a moment.
-//! - This file: what there is at a path ([`Found`]), and the files for a server.
+//! - `archived`: the files of a backup in a bucket, or another archive.
+//! - `commands`: append-only files, read to their end or to a moment.
+//! - This file: what there is at a path (`Found`), and the files for a server.
 
 mod archived;
 mod commands;
