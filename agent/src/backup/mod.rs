@@ -42,7 +42,7 @@ use crate::reader::data_set::DataSet;
 use crate::signals::Signals;
 use crate::snapshot::fetch;
 use crate::tasks::blocking;
-use crate::units::Size;
+use crate::units::{Size, counted};
 use remora_base::moment::{self, Moment};
 use remora_process::rdb_file::RdbFile;
 
@@ -134,7 +134,8 @@ fn say(address: &str, manifest: &Manifest, is_new: bool, began: Instant) {
     let keys = manifest
         .keys
         .as_ref()
-        .map_or_else(String::new, |keys| format!(", {} keys in {} databases", keys.values().sum::<u64>(), keys.len()));
+        .map(|keys| (counted(keys.values().sum::<u64>(), "key"), counted(keys.len(), "database")))
+        .map_or_else(String::new, |(keys, databases)| format!(", {keys} in {databases}"));
     let text = format!(
         "{address}: {} of {} at {}:{}, taken {}{keys}",
         Size::bytes(manifest.bytes),

@@ -39,7 +39,7 @@ use crate::signals::until_signal;
 use crate::snapshot::beside;
 use crate::snapshot::fetch::PRIVATE;
 use crate::tasks::blocking;
-use crate::units::Size;
+use crate::units::{Size, counted};
 use crate::{free_space, progress};
 use remora_process::rdb_file::RdbFile;
 
@@ -224,8 +224,10 @@ fn show(report: &Report) {
     }
     if let Some(commands) = &report.commands {
         lines.push(format!(
-            "commands   {} in {} files, {} transactions",
-            commands.commands, commands.files, commands.transactions
+            "commands   {} in {}, {}",
+            commands.commands,
+            counted(commands.files, "file"),
+            counted(commands.transactions, "transaction")
         ));
         if commands.cluster_changes > 0 {
             lines.push(format!(
@@ -245,8 +247,8 @@ fn show(report: &Report) {
     }
     if report.expired_keys > 0 {
         lines.push(format!(
-            "expired    {} keys of the snapshot: their time to live has ended since, so a server deletes them when it loads them",
-            report.expired_keys
+            "expired    {} of the snapshot, whose time to live has ended since: a server deletes them when it loads them",
+            counted(report.expired_keys, "key")
         ));
     }
     if let Some(laid) = &report.laid_at {
