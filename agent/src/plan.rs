@@ -506,16 +506,13 @@ fn given(plan: &Plan) -> String {
 
 fn replicas(plan: &Plan) -> String {
     let replicas = &plan.replicas;
-    let (default, whole) = (Size::bytes(replicas.agent_memory_bytes), Size::bytes(replicas.whole_memory_bytes));
-    let for_others = match default >= whole {
-        true => ", which holds the whole snapshot for others".to_owned(),
-        false => format!("; with {whole} an agent holds the whole snapshot for others"),
-    };
     let each = if replicas.count == 1 { "" } else { "each " };
     format!(
-        "{}, {each}with about {} for its server and {default} for its agent (--memory){for_others}",
+        "{}, {each}with about {} for its server and {} for its agent (--memory), which needs {} to hold the whole snapshot for others",
         replicas.count,
         rounded(replicas.server_bytes),
+        Size::bytes(replicas.agent_memory_bytes),
+        Size::bytes(replicas.whole_memory_bytes)
     )
 }
 
