@@ -18,7 +18,7 @@ use crate::exit::{Code, Failure};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::progress::{self, Meter, Unit};
 use crate::server::{Client, Facts, Server, ServerError, Task};
-use crate::units::{Size, readable};
+use crate::units::{Size, counted, readable};
 
 /// Runs `remora load`.
 pub async fn run(args: LoadArgs) -> Result<(), Failure> {
@@ -36,8 +36,8 @@ pub async fn run(args: LoadArgs) -> Result<(), Failure> {
     let (seconds, elapsed) = (meter.elapsed().as_secs_f64().max(f64::EPSILON), meter.elapsed());
     meter.finish();
     progress::print_line(&format!(
-        "{} keys, {} in {}: {:.0} keys/s, {}/s",
-        args.keys,
+        "{}, {} in {}: {:.0} keys/s, {}/s",
+        counted(args.keys, "key"),
         Size::bytes(bytes),
         readable(elapsed),
         args.keys as f64 / seconds,

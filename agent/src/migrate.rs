@@ -31,6 +31,7 @@ use crate::args::{GlobalArgs, HostPort, MigrateArgs, TokenAction, TokenCommandAr
 use crate::exit::{Code, Failure};
 use crate::server::{Client, Facts, Role, ServerError, ServerUrl, Task};
 use crate::signals::{CHILD_OF, Signals, until_signal};
+use crate::units::counted;
 use crate::{events, progress};
 
 /// Runs `remora migrate`.
@@ -69,8 +70,8 @@ async fn look(args: &MigrateArgs) -> Result<bool, Failure> {
     if of_old.run_id.is_some() && of_old.run_id == of_new.run_id {
         return Err(Failure::refused(format!("{} and {} are the same server", from.url(), to.url())));
     }
-    progress::say(&format!("from {} ({}), {} keys", from.url(), of_old.name(), of_old.keys()));
-    progress::say(&format!("to   {} ({}), {} keys", to.url(), of_new.name(), of_new.keys()));
+    progress::say(&format!("from {} ({}), {}", from.url(), of_old.name(), counted(of_old.keys(), "key")));
+    progress::say(&format!("to   {} ({}), {}", to.url(), of_new.name(), counted(of_new.keys(), "key")));
     for line in between(&mut old, &mut new, &of_old, &of_new).await? {
         progress::say(&format!("     {line}"));
     }
@@ -402,7 +403,9 @@ async fn between(
     if let (Some(here), Some(there)) = (settings(old).await?, settings(new).await?) {
         let other = differing(&here, &there);
         if !other.is_empty() {
-            lines.push(format!("{} settings differ (CONFIG GET *, not copied): {}", other.len(), shown(&other)));
+            let differ =
+                if other.len() == 1 { "1 setting differs".into() } else { format!("{} settings differ", other.len()) };
+            lines.push(format!("{differ} (CONFIG GET *, not copied): {}", shown(&other)));
         }
     }
     Ok(lines)

@@ -6,6 +6,7 @@
 
 use std::time::{Duration, Instant};
 
+use remora_redis::info::Info;
 use remora_redis::resp::Frame;
 use serde::Serialize;
 
@@ -18,34 +19,16 @@ use crate::reader::source::{DEFAULT_MEMORY, Sinks};
 use crate::server::{Client, Facts, PinSizes, ServerError, Task};
 use crate::source::{Compress, Shares, Wanted, default_slot_size, expected, least_memory};
 
-use crate::units::{Size, readable, rounded};
+use crate::units::{Size, counted, readable, rounded};
 
 /// Asks the primary, and prints the plan on stdout.
 ///
 /// # Errors
 /// The primary does not answer, or the options leave no memory.
 pub async fn run(args: PlanArgs) -> Result<(), Failure> {
-    let server = args.server.open(Task::Plan)?;
-    let mut client = server.connect().await?;
-    let writes = match args.write_rate {
-        Some(rate) => Writes { bytes_per_second: rate.get(), ..Writes::default() },
-        None => measure(&mut client, args.measure).await?,
-    };
-    let info = client.info("").await?;
-    let delay = match setting(&mut client, "repl-diskless-sync").await.as_deref() {
-        Some("no") => None,
-        _ => setting(&mut client, "repl-diskless-sync-delay").await.and_then(|text| text.parse().ok()),
-    };
-    let facts = Facts::from_info(&info);
-    let sample = Sample::take(&mut client, &facts).await?;
-    let known = Known {
-        url: server.url().to_string(),
-        facts,
-        sample,
-        host_memory: info.number("total_system_memory"),
-        last_copied_on_write: info.number("rdb_last_cow_size").filter(|bytes| *bytes > 0),
-        fork_delay: Duration::from_secs(delay.unwrap_or(0)),
-        writes,
+    let known = match args.data {
+        Some(data) => Known::imagined(data, args.write_rate),
+        None => Known::ask(&args).await?,
     };
     let plan = Plan::of(&args, &known)?;
     match args.json {
@@ -100,7 +83,8 @@ struct Writes {
 
 /// What is known of the primary.
 struct Known {
-    url: String,
+    /// `None`: there is none, and the facts are made up.
+    url: Option<String>,
     facts: Facts,
     /// Bytes of memory of its host.
     host_memory: Option<u64>,
@@ -112,6 +96,55 @@ struct Known {
     /// Some of its keys, if our user may look at them.
     sample: Option<Sample>,
 }
+
+impl Known {
+    /// Asks a primary.
+    async fn ask(args: &PlanArgs) -> Result<Known, Failure> {
+        let server = args.server.open(Task::Plan)?;
+        let mut client = server.connect().await?;
+        let writes = match args.write_rate {
+            Some(rate) => Writes { bytes_per_second: rate.get(), ..Writes::default() },
+            None => measure(&mut client, args.measure).await?,
+        };
+        let info = client.info("").await?;
+        let delay = match setting(&mut client, "repl-diskless-sync").await.as_deref() {
+            Some("no") => None,
+            _ => setting(&mut client, "repl-diskless-sync-delay").await.and_then(|text| text.parse().ok()),
+        };
+        let facts = Facts::from_info(&info);
+        let sample = Sample::take(&mut client, &facts).await?;
+        Ok(Known {
+            url: Some(server.url().to_string()),
+            facts,
+            sample,
+            host_memory: info.number("total_system_memory"),
+            last_copied_on_write: info.number("rdb_last_cow_size").filter(|bytes| *bytes > 0),
+            fork_delay: Duration::from_secs(delay.unwrap_or(0)),
+            writes,
+        })
+    }
+
+    /// A primary with so much data and the settings that a Redis or Valkey server has by default.
+    fn imagined(data: Size, write_rate: Option<Size>) -> Known {
+        let info = format!(
+            "redis_version:7.0.0\nused_memory:{data}\nused_memory_dataset:{data}\nrepl_backlog_active:1\n\
+             repl_backlog_size:1048576\nrepl_backlog_first_byte_offset:1\nrepl_backlog_histlen:1\n",
+            data = data.get()
+        );
+        Known {
+            url: None,
+            facts: Facts::from_info(&Info::parse(info.as_bytes())),
+            host_memory: None,
+            last_copied_on_write: None,
+            fork_delay: DEFAULT_FORK_DELAY,
+            writes: Writes { bytes_per_second: write_rate.map_or(0, Size::get), ..Writes::default() },
+            sample: None,
+        }
+    }
+}
+
+/// `repl-diskless-sync-delay` of a server that nobody has set up.
+const DEFAULT_FORK_DELAY: Duration = Duration::from_secs(5);
 
 /// The plan.
 #[derive(Clone, Debug, Serialize)]
@@ -136,7 +169,8 @@ struct Plan {
 
 #[derive(Clone, Debug, Serialize)]
 struct Primary {
-    url: String,
+    /// `None` with `--data`.
+    url: Option<String>,
     server: String,
     keys: u64,
     data_bytes: u64,
@@ -422,13 +456,18 @@ fn as_text(plan: &Plan) -> String {
 
 fn primary(plan: &Plan) -> String {
     let primary = &plan.primary;
+    let Some(url) = &primary.url else {
+        return format!(
+            "none was asked: {} of data in a server with default settings",
+            Size::bytes(primary.data_bytes)
+        );
+    };
     let host = primary.host_memory_bytes.map_or_else(String::new, |bytes| format!("; its host has {}", rounded(bytes)));
     format!(
-        "{} ({}): {} of data in {} keys, {} of memory{host}",
-        primary.url,
+        "{url} ({}): {} of data in {}, {} of memory{host}",
         primary.server,
         rounded(primary.data_bytes),
-        primary.keys,
+        counted(primary.keys, "key"),
         rounded(primary.used_bytes)
     )
 }
@@ -467,9 +506,9 @@ fn given(plan: &Plan) -> String {
 
 fn replicas(plan: &Plan) -> String {
     let replicas = &plan.replicas;
+    let each = if replicas.count == 1 { "" } else { "each " };
     format!(
-        "{}, each with about {} for its server and {} for its agent (--memory); with {} an agent holds the whole snapshot for \
-         others",
+        "{}, {each}with about {} for its server and {} for its agent (--memory), which needs {} to hold the whole snapshot for others",
         replicas.count,
         rounded(replicas.server_bytes),
         Size::bytes(replicas.agent_memory_bytes),
@@ -522,10 +561,17 @@ fn time(plan: &Plan) -> String {
     )
 }
 
+/// A time that says no more than "long" in seconds.
+const LONG_SECONDS: u64 = 7 * 86_400;
+
 fn late(plan: &Plan) -> String {
     match (plan.late.forks, plan.late.free_for_seconds) {
         (true, _) => "each replica that joins later makes the primary fork and send its data again".to_owned(),
         (false, None) => "a replica that joins later costs the primary nothing, at any time".to_owned(),
+        // At such a rate the journal is not what ends it.
+        (false, Some(free)) if free >= LONG_SECONDS => {
+            "a replica that joins within a week of the snapshot costs the primary nothing at this rate".to_owned()
+        }
         (false, Some(free)) => format!(
             "a replica that joins within {} of the snapshot costs the primary nothing: so long the journal reaches back at this \
              rate; a later one makes it fork again",
@@ -539,7 +585,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use clap::Parser;
-    use remora_redis::info::Info;
 
     use super::*;
 
@@ -563,7 +608,7 @@ mod tests {
             data + (4 << 30)
         );
         Known {
-            url: "redis://h:1".into(),
+            url: Some("redis://h:1".into()),
             facts: Facts::from_info(&Info::parse(text.as_bytes())),
             host_memory: Some(125 << 30),
             last_copied_on_write: None,
@@ -592,6 +637,18 @@ mod tests {
         assert!(sealed.source.whole_in_use_bytes < sealed.source.whole_memory_bytes);
         // A replica opens what is sealed in further buffers.
         assert!(gib(sealed.replicas.whole_memory_bytes) >= 85);
+    }
+
+    #[test]
+    fn an_amount_of_data_is_planned_for_without_a_primary() {
+        let line = ["remora", "--data", "60GiB", "--replicas", "3"];
+        let args = Options::try_parse_from(line).unwrap().plan;
+        let plan = Plan::of(&args, &Known::imagined(args.data.unwrap(), args.write_rate)).unwrap();
+        assert_eq!(plan.source.whole_memory_bytes >> 30, 170);
+        assert!(as_text(&plan).starts_with("primary   none was asked: 60 GiB of data"), "{}", as_text(&plan));
+        for line in [&["remora"][..], &["remora", "--data", "1GiB", "--server", "redis://h:1"]] {
+            assert!(Options::try_parse_from(line).is_err(), "{line:?}");
+        }
     }
 
     #[test]

@@ -28,6 +28,7 @@ use remora_base::files::{Claim, Folder, is_unsafe};
 use remora_base::moment::Moment;
 use remora_process::checked_json::{self, Checksum};
 use remora_process::exit::{Code, Failure};
+use remora_process::progress::{Meter, Unit};
 use remora_process::rdb_file::RdbFile;
 
 /// The snapshot that arrives, in the spool folder.
@@ -160,7 +161,9 @@ impl Archive {
         let incoming = self.incoming_file();
         let unreadable = |error: io::Error| Failure::local(format!("{}: {error}", incoming.display()));
         let file = File::open(&incoming).map_err(unreadable)?;
-        let (bytes, crc) = self.send(&key, file, rdb.bytes, self.recipients.as_ref())?;
+        let meter = Meter::start(format!("upload to {}", self.store.address("")), Unit::Bytes, Some(rdb.bytes));
+        let (bytes, crc) = self.send(&key, Shown { file, meter: &meter }, rdb.bytes, self.recipients.as_ref())?;
+        meter.finish();
         if bytes < rdb.bytes {
             return Err(unreadable(io::Error::other("it has become shorter")));
         }
@@ -266,6 +269,20 @@ impl Archive {
         keys.extend(segments(self.store(), name)?.into_iter().map(|segment| segment.key));
         self.store.remove(&keys)?;
         self.store.remove(&[format!("{UNFINISHED}/{name}")])
+    }
+}
+
+/// A file whose bytes are shown as they are read.
+struct Shown<'a> {
+    file: File,
+    meter: &'a Meter,
+}
+
+impl Read for Shown<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let length = self.file.read(into)?;
+        self.meter.add(length as u64);
+        Ok(length)
     }
 }
 

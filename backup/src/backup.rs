@@ -12,7 +12,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Instant;
 
-use remora_base::units::Size;
+use remora_base::units::{Size, counted};
 use remora_metrics::Scrapes;
 use remora_process::exit::{Code, Failure};
 use remora_process::progress;
@@ -113,7 +113,8 @@ fn say(address: &str, manifest: &Manifest, is_new: bool, began: Instant) {
     let keys = manifest
         .keys
         .as_ref()
-        .map_or_else(String::new, |keys| format!(", {} keys in {} databases", keys.values().sum::<u64>(), keys.len()));
+        .map(|keys| (counted(keys.values().sum::<u64>(), "key"), counted(keys.len(), "database")))
+        .map_or_else(String::new, |(keys, databases)| format!(", {keys} in {databases}"));
     let text = format!(
         "{address}: {} of {} at {}:{}, taken {}{keys}",
         Size::bytes(manifest.bytes),

@@ -90,6 +90,20 @@ pub fn readable(time: Duration) -> String {
     }
 }
 
+/// A count and what is counted, for messages: `1 key`, `2 keys`, `0 copies`. The first word is the noun.
+pub fn counted(count: impl TryInto<u64>, one: &str) -> String {
+    let count = count.try_into().unwrap_or(u64::MAX);
+    if count == 1 {
+        return format!("1 {one}");
+    }
+    let (noun, rest) = one.split_at(one.find(' ').unwrap_or(one.len()));
+    match noun.strip_suffix('y').filter(|stem| !stem.ends_with(['a', 'e', 'o', 'u'])) {
+        Some(stem) => format!("{count} {stem}ies{rest}"),
+        None if ["s", "x", "ch", "sh"].iter().any(|end| noun.ends_with(end)) => format!("{count} {noun}es{rest}"),
+        None => format!("{count} {noun}s{rest}"),
+    }
+}
+
 /// A size that was estimated or measured, in whole steps: more digits would say too much.
 pub fn rounded(bytes: u64) -> Size {
     let step = match bytes {
@@ -154,6 +168,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn what_is_counted_stands_in_the_right_number() {
+        let of = |one: &str| [0_u32, 1, 2].map(|count| counted(count, one));
+        assert_eq!(of("key"), ["0 keys", "1 key", "2 keys"]);
+        assert_eq!(of("copy"), ["0 copies", "1 copy", "2 copies"]);
+        assert_eq!(of("hash"), ["0 hashes", "1 hash", "2 hashes"]);
+        assert_eq!(of("address"), ["0 addresses", "1 address", "2 addresses"]);
+        assert_eq!(of("replica in step"), ["0 replicas in step", "1 replica in step", "2 replicas in step"]);
+    }
 
     #[test]
     fn sizes_are_read_as_written() {

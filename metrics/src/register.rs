@@ -293,7 +293,7 @@ families! {
         "More than some seconds: the agent hangs, or its host is gone";
     REPLICA_JOINED = Gauge "replica_joined_seconds" ["replica"], &[Source],
         "Since it joined", "";
-    REPLICA_LENDS = Gauge "replica_lends" ["replica"], &[Source],
+    REPLICA_SERVES = Gauge "replica_serves_slots" ["replica"], &[Source],
         "Whether others may read from it", "";
 
     // ---- replica, attend ----

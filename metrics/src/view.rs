@@ -9,7 +9,7 @@ use remora_protocol::{
 };
 use serde::Serialize;
 
-use remora_base::units::{Size, readable};
+use remora_base::units::{Size, counted, readable};
 use remora_process::progress::tracker::{known, share};
 use remora_process::progress::words::{self, Unit};
 
@@ -133,8 +133,8 @@ impl View {
         }
         let [taken, rest] = totals(report);
         facts.push(Fact::new("so far", taken, rest));
-        if let Some(report) = &report.upload {
-            let [value, more] = upload(report);
+        if let Some(measured) = measured_upload(report) {
+            let [value, more] = upload(measured);
             facts.push(Fact::new("upload", value, more));
         }
         let names: HashMap<u64, &str> =
@@ -268,7 +268,7 @@ pub fn no_snapshot(report: &StatusReport) -> [String; 2] {
 /// What a server has saved.
 pub fn saved(saving: Saving) -> String {
     let permille = share(saving.keys, known(saving.keys_total)).unwrap_or(0);
-    format!("{} of {} keys", words::percent(permille), saving.keys_total)
+    format!("{} of {}", words::percent(permille), counted(saving.keys_total, "key"))
 }
 
 /// How much of the snapshot there is; and, while it is taken, how far it is, how fast it comes and how long the rest
@@ -322,17 +322,28 @@ pub fn totals(report: &StatusReport) -> [String; 2] {
     [format!("{} taken", counted(totals.snapshots_taken, "snapshot")), rest]
 }
 
+/// What data pass over, in the words of people, by a transport's name.
+pub fn medium(transport: &str) -> &str {
+    match transport {
+        "shm" => "shared memory",
+        "verbs" => "RDMA",
+        "tcp" => "TCP",
+        other => other,
+    }
+}
+
+/// The background transfer over TCP, once there has been one: before that its rate is a first guess, which looks like a
+/// limit.
+pub fn measured_upload(report: &StatusReport) -> Option<&UploadStatus> {
+    report.upload.as_ref().filter(|_| report.totals.bytes_served > 0)
+}
+
 /// What the background transfer over TCP does: its rate, and the rest of the sentence.
 pub fn upload(upload: &UploadStatus) -> [String; 2] {
     let UploadStatus { bytes_per_second, queueing_micros, yields } = *upload;
     let why = if yields { "because other traffic fills the network link, " } else { "" };
     let millis = queueing_micros as f64 / 1000.0;
     [format!("up to {}", words::rate(bytes_per_second)), format!("{why}in the background; {millis:.1} ms of queue")]
-}
-
-/// A count and what is counted: `1 slot`, `2 slots`.
-pub fn counted(count: u64, what: &str) -> String {
-    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// How much of the snapshot a replica has.

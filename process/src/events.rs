@@ -116,7 +116,7 @@ events! {
     /// The replica reads no more from another replica; the sentence says why.
     UPSTREAM_LEFT = "upstream_left" ["peer"];
     /// Other replicas can read slots from this one.
-    LENDING = "lending" ["listening"];
+    SERVING = "serving" ["listening"];
     /// RDMA to the source has ended, and another transport takes its place.
     RDMA_ENDED = "rdma_ended" ["now", "why"];
     /// The connection to the source was lost, and will be tried again.

@@ -77,9 +77,9 @@ pub async fn why_not_as_its_primary(client: &mut Client) -> Result<Option<String
     }
     if counted.evicted.is_some_and(|keys| keys > 0) {
         tracing::warn!(
-            "the server {url} is a replica, and has removed {} keys since its start because its memory was full; if it was a \
+            "the server {url} is a replica, and has removed {} since its start because its memory was full; if it was a \
              replica then, its snapshots lack them",
-            counted.evicted.unwrap_or(0)
+            remora_base::units::counted(counted.evicted.unwrap_or(0), "key")
         );
     }
     let Some(own) = OwnChanges::read(client).await? else {

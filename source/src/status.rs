@@ -282,7 +282,7 @@ fn show_replicas(families: &mut Families, replicas: &[ReplicaStatus]) {
     each(&all::REPLICA_APPLIED, |replica| (replica.applied_offset > 0).then_some(replica.applied_offset as f64));
     each(&all::REPLICA_SILENT, |replica| Some(replica.silent_seconds as f64));
     each(&all::REPLICA_JOINED, |replica| Some(replica.joined_seconds as f64));
-    each(&all::REPLICA_LENDS, |replica| Some(f64::from(u8::from(replica.serves))));
+    each(&all::REPLICA_SERVES, |replica| Some(f64::from(u8::from(replica.serves))));
 }
 
 #[cfg(test)]

@@ -48,8 +48,8 @@ pub struct SecurityArgs {
     #[arg(long, value_name = "FILE", help_heading = "Security")]
     pub ca: Option<PathBuf>,
 
-    /// For `mtls`: the name that the certificates of source and lending replicas must be for, where no option names
-    /// that of the one or the other. Default: the host in --source, and the IP address of a replica that serves slots.
+    /// For `mtls`: the name that the certificates of the source and of replicas that serve slots must be for, where
+    /// no option names that of the one or the other. Default: the host in --source, and the IP address of a replica.
     #[arg(long, value_name = "NAME", help_heading = "Security")]
     pub peer_name: Option<String>,
 }

@@ -5,6 +5,7 @@
 //! - `remora config rare COMMAND` has what is for rare days. Its place is the configuration file, with a comment that
 //!   says why; docs/reference/configuration.md has the table. Man pages and completions have all options.
 
+use crate::units::counted;
 use clap::{Arg, ArgAction, Command};
 
 /// The options that `-h` shows of a command that has many. The others are for rare days.
@@ -89,7 +90,7 @@ const EVERYDAY: &[(&str, &[&str])] = &[
     ),
     ("load", &["server", "password-file", "keys", "value-size", "type", "expire", "db"]),
     ("probe", &["source", "token-file", "transport", "sizes", "depths", "time", "security", "json"]),
-    ("plan", &["server", "password-file", "replicas", "rate", "security", "json"]),
+    ("plan", &["server", "data", "password-file", "replicas", "rate", "security", "json"]),
 ];
 
 /// Options for rare days, with the day. They are rare for each command that has them.
@@ -255,7 +256,7 @@ fn shorten_one(command: Command, shown: Option<&'static [&'static str]>) -> Comm
         None => command,
     };
     let command = command.mut_args(|option| in_short(hidden(option, shown)));
-    let of_rare_days = format!("{rare} options for rare days: remora config rare {}", command.get_name());
+    let of_rare_days = format!("{} for rare days: remora config rare {}", counted(rare, "option"), command.get_name());
     let long = command.get_after_long_help().map(ToString::to_string);
     let command = match (rare, long) {
         (0, _) => command,

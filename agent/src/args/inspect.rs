@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::ArgPredicate;
 use clap::{Args, ValueEnum};
 
 use super::server::ServerArgs;
@@ -186,10 +187,19 @@ Examples:
 /// The arguments of `remora plan`.
 #[derive(Clone, Debug, Args)]
 #[command(long_about = PLAN_ABOUT, after_long_help = plan_help())]
+#[command(override_usage = "remora plan [OPTIONS] <--server <URL>|--data <SIZE>>")]
+#[command(mut_arg("server", |server| {
+    server.required(false).required_unless_present("data").default_value_if("data", ArgPredicate::IsPresent, NO_SERVER)
+}))]
 pub struct PlanArgs {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub server: ServerArgs,
+
+    /// Plan for this much data (`used_memory` of INFO) instead of a primary's: no server is asked, and nothing is known
+    /// of its host. What clients write is --write-rate, or nothing.
+    #[arg(long, value_name = "SIZE", conflicts_with_all = ["server", "measure"])]
+    pub data: Option<Size>,
 
     /// How many replicas are to be made at once.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -227,6 +237,9 @@ pub struct PlanArgs {
     pub json: bool,
 }
 
+/// The address of the primary of a plan without one. It is never connected to.
+const NO_SERVER: &str = "redis://none";
+
 /// What protects the connections between agents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum PlannedSecurity {
@@ -241,7 +254,7 @@ pub enum PlannedSecurity {
 const PLAN_ABOUT: &str = "\
 Says what replicas of a primary need and cost: memory, backlog, and time.
 
-It asks the primary for its facts and changes nothing. The figures come from the functions by which the agents divide their memory and \
+It asks the primary for its facts and changes nothing; with --data it asks nobody. The figures come from the functions by which the agents divide their memory and \
 decide; they are estimates of what is not known before, such as the size of the snapshot. remora replica --dry-run says the same of one \
 replica and a source that is there, and tries the way to it.";
 
@@ -251,6 +264,8 @@ fn plan_help() -> String {
 Examples:
   Three replicas over 10 Gbit/s:
     remora plan --server redis://10.0.0.5:6379 --replicas 3 --rate 10Gbit/s
+  What 60 GiB of data need, without a server to ask:
+    remora plan --data 60GiB --replicas 3
   What a source with 64 GiB can do, for clients that write 20 MiB each second:
     remora plan --server redis://10.0.0.5:6379 --memory 64GiB --write-rate 20MiB
 

@@ -282,7 +282,7 @@ pub(crate) struct SyncArgs {
     pub(crate) name: Option<String>,
     pub(crate) memory: Size,
     pub(crate) relay: RelayOptions,
-    /// How long slots are lent when the server has been handed over.
+    /// How long slots are served to others when the server has been handed over.
     pub(crate) linger: Duration,
     /// The file for the summary.
     pub(crate) json: Option<PathBuf>,

@@ -30,7 +30,7 @@ use crate::progress;
 use crate::reader::data_set::DataSet;
 use crate::server::Task;
 use crate::tasks::blocking;
-use crate::units::Size;
+use crate::units::{Size, counted};
 
 const MANIFEST: &str = "manifest.json";
 
@@ -123,9 +123,9 @@ pub(super) async fn run(args: ClusterBackupArgs) -> Result<(), Failure> {
     })
     .await?;
     progress::say(&format!(
-        "{}: {} shards, {} in {:.2} s",
+        "{}: {}, {} in {:.2} s",
         args.to.display(),
-        fetched.len(),
+        counted(fetched.len(), "shard"),
         Size::bytes(bytes),
         started.elapsed().as_secs_f64()
     ));

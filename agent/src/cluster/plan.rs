@@ -15,7 +15,7 @@ use crate::estimate::BACKLOG_SECONDS;
 use crate::exit::{Code, Failure};
 use crate::reader::source::join;
 use crate::server::{Facts, Task};
-use crate::units::{Size, readable};
+use crate::units::{Size, counted, readable};
 use crate::{progress, status};
 
 /// The plan of a cluster.
@@ -125,7 +125,8 @@ impl Plan {
 
     fn table(&self) -> String {
         let replicas: usize = self.shards.iter().map(|row| row.replicas.len()).sum();
-        let mut text = format!("cluster    {} shards, {replicas} replicas\n", self.shards.len());
+        let mut text =
+            format!("cluster    {}, {}\n", counted(self.shards.len(), "shard"), counted(replicas, "replica"));
         self.kinds().iter().for_each(|kinds| text.push_str(&format!("servers    {kinds}\n")));
         for problem in &self.problems {
             text.push_str(&format!("not well   {problem}\n"));

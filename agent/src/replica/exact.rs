@@ -21,6 +21,7 @@ use tokio::time::Instant;
 use crate::exit::{Code, Failure};
 use crate::server::own_changes::{Counted, OwnChanges};
 use crate::server::{Client, Facts, Server, ServerError};
+use crate::units::counted;
 
 /// One condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -213,7 +214,7 @@ pub(crate) async fn judge(
         (None, _) => found.add(Condition::Evictions, Verdict::Unknown, "it does not count them (evicted_keys)"),
         (Some(count), what) => {
             let what = what.map_or_else(String::new, |what| format!(": it {what}"));
-            let text = format!("it has removed {count} keys by itself since the sync began{what}");
+            let text = format!("it has removed {} by itself since the sync began{what}", counted(count, "key"));
             found.add(Condition::Evictions, Verdict::Broken, text);
         }
     }
@@ -234,13 +235,13 @@ pub(crate) async fn judge(
 }
 
 fn could_not_execute(count: u64, names: &[String]) -> String {
-    let plural = if count == 1 { "command" } else { "commands" };
+    let commands = counted(count, "command");
     let names = match names {
         [] => String::new(),
         names => format!(" ({})", names.join(", ")),
     };
     format!(
-        "it could not execute {count} {plural} of its primary's stream{names}; its log shows them (\"sending an error to its \
+        "it could not execute {commands} of its primary's stream{names}; its log shows them (\"sending an error to its \
          primary\"): let it execute them (rename-command, modules), and make it a replica again with --replace"
     )
 }
@@ -300,7 +301,7 @@ async fn compare_keys(client: &mut Client, primary: &Server) -> Result<(Verdict,
         if theirs.replid.is_some() && theirs.replid == ours.replid && theirs.offset == ours.offset {
             let offset = theirs.offset.unwrap_or(0);
             match different_keys(&theirs, &ours) {
-                None => return Ok((Verdict::Holds, format!("{} keys at offset {offset}", theirs.keys()))),
+                None => return Ok((Verdict::Holds, format!("{} at offset {offset}", counted(theirs.keys(), "key")))),
                 // Seen at two offsets, or for a while at one, it is no accident of the moment.
                 Some(text) if differing.is_some() && began.elapsed() > CERTAIN_AFTER => {
                     return Ok((Verdict::Broken, format!("at offset {offset} {text}")));

@@ -26,6 +26,7 @@ use crate::server::{
     CONVERTED, Client, Credentials, Facts, Password, RefusalKind, Role, Server, ServerError, ServerUrl, Task,
     TlsOptions,
 };
+use crate::units::counted;
 
 /// Examines the replica's server, and whether it can follow a link.
 pub(super) async fn target(
@@ -120,8 +121,8 @@ pub(super) fn refuse_to_overwrite(args: &ReplicaArgs, server: &Server, target: &
     let keys = facts.keys();
     if keys > 0 {
         return Err(Failure::refused(format!(
-            "the server {url} holds {keys} key{}, which a sync would replace; give --replace if that is wanted",
-            if keys == 1 { "" } else { "s" }
+            "the server {url} holds {}, which a sync would replace; give --replace if that is wanted",
+            counted(keys, "key")
         )));
     }
     let libraries = facts.libraries.unwrap_or(0);
@@ -618,8 +619,9 @@ pub(super) fn check_contents(facts: &Facts, target: &Target, url: &ServerUrl) ->
 fn check_databases(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
     match (facts.highest_database(), target.databases) {
         (Some(highest), Some(count)) if highest >= count => Err(Failure::refused(format!(
-            "the server {url} has {count} databases, and the primary holds keys in database {highest}: start the server with databases \
+            "the server {url} has {}, and the primary holds keys in database {highest}: start the server with databases \
              {} or more",
+            counted(count, "database"),
             highest + 1
         ))),
         _ => Ok(()),

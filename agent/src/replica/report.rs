@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use remora_metrics::view;
 use remora_protocol::{Offer, Terms};
 use serde::Serialize;
 
@@ -106,9 +107,9 @@ impl Summary {
         let rate = |bytes: u64, seconds: f64| Size::bytes((bytes as f64 / seconds.max(1e-6)) as u64);
         let line = |name: &str, seconds: f64, more: String| format!("  {name:<10} {seconds:>9.3} s  {more}");
         let transfer = format!(
-            "{} by {}, {}/s on average",
+            "{} over {}, {}/s on average",
             Size::bytes(self.snapshot_bytes),
-            self.transport,
+            view::medium(&self.transport),
             rate(self.snapshot_bytes, self.transfer_seconds)
         );
         let loaded = match self.referred_bytes {
@@ -122,7 +123,7 @@ impl Summary {
             line("load", self.load_seconds, loaded),
             line("catch-up", self.catch_up_seconds, format!("{} of the stream", Size::bytes(self.stream_bytes))),
             line("hand-off", self.hand_off_seconds, format!("at offset {}", self.hand_off_offset)),
-            line("in all", self.total_seconds, interruptions(self.interruptions)),
+            line("in all", self.total_seconds, interruptions(self.interruptions)).trim_end().to_owned(),
         ];
         match self.strangers {
             0 => {}

@@ -18,7 +18,7 @@ use crate::events;
 use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::signals;
-use crate::units::Size;
+use crate::units::{Size, counted};
 
 /// How long a source may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -137,7 +137,7 @@ pub(crate) fn table(report: &StatusReport) -> String {
         Some(generation) => describe(generation, report.saving, &mut text),
     }
     text.push_str(&format!("so far     {}\n", view::totals(report).join(", ")));
-    if let Some(upload) = &report.upload {
+    if let Some(upload) = view::measured_upload(report) {
         text.push_str(&format!("upload     {}\n", view::upload(upload).join(", ")));
     }
     if !report.last_failure.is_empty() {
@@ -200,7 +200,7 @@ fn serves(replica: &ReplicaStatus) -> String {
     let zone = if replica.zone.is_empty() { String::new() } else { format!(", zone {}", replica.zone) };
     let what = match (replica.serves, replica.oldest_slot) {
         (false, _) => "serves nothing".to_owned(),
-        (true, 0) => format!("serves {} slots", replica.slots_held),
+        (true, 0) => format!("serves {}", counted(replica.slots_held, "slot")),
         (true, oldest) => format!("serves slots {oldest} to {}", replica.slots_held.saturating_sub(1)),
     };
     format!("  {what}{zone}")
@@ -211,9 +211,9 @@ fn describe(generation: &GenerationStatus, saving: Option<Saving>, text: &mut St
     let length = length.trim_end_matches(", ");
     let seconds = generation.capture_millis as f64 / 1000.0;
     text.push_str(&format!(
-        "snapshot   generation {}, {state}: {length} in {} slots, {seconds:.3} s to take by {}, {} old\n",
+        "snapshot   generation {}, {state}: {length} in {}, {seconds:.3} s to take by {}, {} old\n",
         generation.generation,
-        generation.published_slots,
+        counted(generation.published_slots, "slot"),
         generation.capture,
         view::seconds(generation.age_seconds),
     ));
@@ -262,7 +262,12 @@ fn replicas(replicas: &[ReplicaStatus]) -> String {
         if replica.transport.is_empty() && !replica.transport_why.is_empty() {
             text.push_str(&format!("{:<width$}  waits: {}\n", "", replica.transport_why));
         } else if !replica.transport_why.is_empty() {
-            text.push_str(&format!("{:<width$}  by {}, as {}\n", "", replica.transport, replica.transport_why));
+            text.push_str(&format!(
+                "{:<width$}  over {}, as {}\n",
+                "",
+                view::medium(&replica.transport),
+                replica.transport_why
+            ));
         }
         if !replica.no_fast_keys.is_empty() {
             text.push_str(&format!("{:<width$}  without fast keys: {}\n", "", replica.no_fast_keys));

@@ -25,6 +25,7 @@ use ratatui::widgets::{Block, Cell, Paragraph, Row, Table, Widget};
 use remora_protocol::{Phase, StatusReport};
 
 use crate::exit::Failure;
+use crate::units::counted;
 use remora_metrics::view::{Fact, HEADS, Level, Row as Replica, Share, View};
 
 /// Columns of a bar.
@@ -190,7 +191,7 @@ fn replicas(replicas: &[Replica], area: Rect, buffer: &mut Buffer) {
     ];
     let table = Table::new(rows, widths)
         .header(Row::new(HEADS).style(Style::new().add_modifier(Modifier::BOLD)))
-        .block(Block::bordered().title(format!(" {} replicas ", replicas.len())));
+        .block(Block::bordered().title(format!(" {} ", counted(replicas.len(), "replica"))));
     Widget::render(table, area, buffer);
 }
 

@@ -10,6 +10,7 @@ use crate::exit::{Code, Failure};
 use crate::server::own_changes::{Counted, OwnChanges};
 use crate::server::permission::{Permission, TO_REPLICATE};
 use crate::server::{Client, Credentials, Facts, Password, Role, Server, ServerError, Version};
+use crate::units::counted;
 
 /// The first version with a pause of writes alone.
 const FIRST: Version = Version { major: 6, minor: 2, patch: 0 };
@@ -64,13 +65,20 @@ pub(super) async fn look(args: &SwitchArgs) -> Result<Found, Failure> {
             }
         }
         .map_err(|why| Failure::refused(format!("{} {why}", from.url())))?;
+    }
+    let others = others_in(&before, &listed);
+    let own = (addresses(args.ends.from.host_and_port()).await, of_old.tcp_port);
+    if let Some(given) = args.ends.to.host_and_port().filter(|_| leads_to(&listed, &own)) {
+        listed = (given.0.to_owned(), given.1);
+    }
+    if standing == Standing::Ready {
         check_login(&mut old, &to, &of_new, &listed).await?;
     }
     let ready = Ready {
         full_copies: full_copies(new.info("stats").await),
         old: Told::new(old),
         new: Told::new(new),
-        others: others_in(&before, &listed),
+        others,
         listed,
         is_between: standing == Standing::Between,
         notes_roles: args.rewrite_config,
@@ -142,8 +150,9 @@ async fn refuse_sentinels(old: &mut Client) -> Result<(), Failure> {
     match old.command(&["PUBSUB", "NUMSUB", SENTINELS]).await {
         Ok(answer) => match answer.as_array().and_then(|words| words.get(1)?.as_int()) {
             Some(count) if count > 0 => Err(Failure::refused(format!(
-                "Sentinels watch {url} ({count} subscribers of {SENTINELS}), and would undo the switch: name all of them with \
-                 --sentinel, and the primary's name there with --sentinel-name"
+                "Sentinels watch {url} ({} of {SENTINELS}), and would undo the switch: name all of them with \
+                 --sentinel, and the primary's name there with --sentinel-name",
+                counted(count, "subscriber")
             ))),
             _ => Ok(()),
         },
@@ -157,9 +166,9 @@ async fn refuse_sentinels(old: &mut Client) -> Result<(), Failure> {
 
 /// Refuses a replica that does not hold what its primary holds.
 async fn refuse_an_inexact_replica(new: &mut Client) -> Result<(), Failure> {
-    let (counted, own) = (Counted::read(new).await?, OwnChanges::read(new).await?);
+    let (since_start, own) = (Counted::read(new).await?, OwnChanges::read(new).await?);
     let url = new.server().url();
-    if let Some(errors) = counted.unexpected.filter(|errors| *errors > 0) {
+    if let Some(errors) = since_start.unexpected.filter(|errors| *errors > 0) {
         return Err(Failure::refused(format!(
             "{url} could not execute {errors} of its primary's commands (unexpected_error_replies; its log names them): compare the \
              two with remora verify; if they are the same, send it CONFIG RESETSTAT, else make it a replica again"
@@ -171,8 +180,9 @@ async fn refuse_an_inexact_replica(new: &mut Client) -> Result<(), Failure> {
              with remora verify"
         )));
     }
-    if let Some(keys) = counted.evicted.filter(|keys| *keys > 0) {
-        tracing::warn!("{url} has removed {keys} keys since its start because its memory was full");
+    if let Some(keys) = since_start.evicted.filter(|keys| *keys > 0) {
+        let keys = counted(keys, "key");
+        tracing::warn!("{url} has removed {keys} since its start because its memory was full");
     }
     Ok(())
 }
@@ -221,6 +231,12 @@ fn listed_in(info: &Info, ports: &[u16], hosts: &[String], is_direct: bool) -> R
         )),
         _ => Err("lists several replicas with that port: name the new one with --to-address as it is listed".into()),
     }
+}
+
+/// Whether a server that followed this address would follow itself. Two servers with one port on two addresses of one
+/// host are listed so, as the kernel gives both ends of a connection on one host the same address.
+fn leads_to(listed: &(String, u16), (hosts, port): &(Vec<String>, Option<u16>)) -> bool {
+    hosts.contains(&listed.0) && *port == Some(listed.1)
 }
 
 /// The replicas beside that one, with what follows from that.
@@ -335,5 +351,8 @@ mod tests {
         assert!(listed_in(&info, &[6379], &hosts(&["127.0.0.1"]), true).unwrap_err().contains("several"));
         assert!(listed_in(&info, &[7000], &hosts(&["10.0.0.1"]), true).unwrap_err().contains("lists no replica"));
         assert_eq!(others_in(&info, &("10.0.0.2".into(), 6379)), ["10.0.0.1:6379", "10.0.0.3:6380"]);
+        let own = (hosts(&["10.0.0.1"]), Some(6379));
+        assert!(leads_to(&("10.0.0.1".into(), 6379), &own));
+        assert!(!leads_to(&("10.0.0.1".into(), 6380), &own) && !leads_to(&("10.0.0.2".into(), 6379), &own));
     }
 }

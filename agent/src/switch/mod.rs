@@ -43,6 +43,7 @@ use crate::exit::{Code, Failure};
 use crate::progress;
 use crate::server::{Role, ServerError, Task};
 use crate::signals::Signals;
+use crate::units::counted;
 
 /// What the connections are for.
 const TASK: Task = Task::Switch;
@@ -90,9 +91,9 @@ pub async fn run(args: SwitchArgs) -> Result<(), Failure> {
     if let (Some(name), End::Undone { .. }) = (&mut name, &outcome.end) {
         name.set_back(&mut ready.new, false).await;
     }
-    let pause = switched(&ready.urls(), args.max_pause, outcome)?;
-    let mut report = Report::of(&mut ready, pause).await;
-    tracing::info!("{} is the primary, and {} follows it", report.new, report.old);
+    let (pause, follows) = switched(&ready.urls(), args.max_pause, outcome)?;
+    let mut report = Report::of(&mut ready, pause, follows).await;
+    tracing::info!("{} is the primary, and {} {}", report.new, report.old, report.how_the_old_one_follows());
     let led = finish(&args, &mut ready, &mut name).await;
     report.sentinel_name = name.filter(Name::is_moved).map(|name| name.name().to_owned());
     let told = match args.json {
@@ -102,8 +103,8 @@ pub async fn run(args: SwitchArgs) -> Result<(), Failure> {
     led.and(told)
 }
 
-/// How long no server accepted writes; or why the roles were not changed.
-fn switched((old, new): &(String, String), limit: Duration, outcome: Outcome) -> Result<Duration, Failure> {
+/// How long no server accepted writes, and whether the old primary follows; or why the roles were not changed.
+fn switched((old, new): &(String, String), limit: Duration, outcome: Outcome) -> Result<(Duration, bool), Failure> {
     let Outcome { end, error, signal } = outcome;
     let because = error.map_or_else(String::new, |error| format!("{error}; "));
     let not_switched = |text: String| Err(Failure::new(Code::NotSwitched, text));
@@ -114,12 +115,14 @@ fn switched((old, new): &(String, String), limit: Duration, outcome: Outcome) ->
             }
             match follower {
                 Follower::InStep => {}
-                Follower::NotYet => tracing::warn!("{old} does not follow {new} yet: its link is not up"),
+                Follower::NotYet => {
+                    tracing::warn!("{old} does not follow {new} yet: its link is not up, and its log says why")
+                }
                 Follower::Lost => tracing::warn!(
                     "{because}whether {old} follows {new} is not known: if it comes back as a primary, send REPLICAOF to it"
                 ),
             }
-            Ok(pause)
+            Ok((pause, follower == Follower::InStep))
         }
         End::Undone { why: Why::Changed, stepped_down: false } => {
             not_switched(format!("somebody else has changed {old} or {new}, and they were left so: look at both"))
@@ -238,7 +241,7 @@ async fn close_clients(ready: &mut Ready) -> Result<(), String> {
         return Err("the old one is no replica any more, and the connections of its clients were left alone".into());
     }
     let closed = ready.old.command(&["CLIENT", "KILL", "TYPE", "normal"]).await.map_err(failed)?;
-    tracing::info!("{} connections of clients were closed at {}", closed.as_int().unwrap_or(0), ready.old.url());
+    tracing::info!("closed {} of clients at {}", counted(closed.as_int().unwrap_or(0), "connection"), ready.old.url());
     Ok(())
 }
 
@@ -255,12 +258,14 @@ struct Report {
     others: Vec<String>,
     /// The primary's name at the Sentinels, if it has moved.
     sentinel_name: Option<String>,
+    /// Whether the old primary's link to the new one was up at the end.
+    follows: bool,
     /// Whether the old primary has continued at its offset: it needed no full copy. `None` if that is not known.
     continued: Option<bool>,
 }
 
 impl Report {
-    async fn of(ready: &mut Ready, pause: Duration) -> Report {
+    async fn of(ready: &mut Ready, pause: Duration, follows: bool) -> Report {
         let copies = full_copies(ready.new.info("stats").await);
         Report {
             old: ready.old.url().to_string(),
@@ -268,17 +273,25 @@ impl Report {
             others: ready.others.clone(),
             pause_seconds: pause.as_secs_f64(),
             sentinel_name: None,
-            continued: copies.zip(ready.full_copies).map(|(now, before)| now == before),
+            follows,
+            continued: copies.zip(ready.full_copies).filter(|_| follows).map(|(now, before)| now == before),
+        }
+    }
+
+    fn how_the_old_one_follows(&self) -> &'static str {
+        match (self.follows, self.continued) {
+            (false, _) => "does not follow it yet",
+            (true, Some(true)) => "follows it without a full copy",
+            (true, Some(false)) => {
+                "follows it after a full copy: the new one's backlog did not reach back to the switch"
+            }
+            (true, None) => "follows it",
         }
     }
 
     fn text(&self) -> String {
-        let Report { old, new, others, pause_seconds, continued, sentinel_name } = self;
-        let how = match continued {
-            Some(true) => " without a full copy",
-            Some(false) => " after a full copy: the new one's backlog did not reach back to the switch",
-            None => "",
-        };
+        let Report { old, new, others, pause_seconds, sentinel_name, .. } = self;
+        let how = self.how_the_old_one_follows();
         let named = sentinel_name.as_ref().map_or_else(String::new, |name| format!("\nit is {name} at the Sentinels"));
         let stay = match (&others[..], sentinel_name) {
             ([], _) => String::new(),
@@ -286,7 +299,7 @@ impl Report {
             (others, Some(_)) => format!("\nthe Sentinels make the other replicas follow it: {}", others.join(", ")),
         };
         format!(
-            "{new} is the primary since a pause of {:.0} ms; {old} follows it{how}{named}{stay}\nback: remora switch --from {new} --to {old}",
+            "{new} is the primary since a pause of {:.0} ms; {old} {how}{named}{stay}\nback: remora switch --from {new} --to {old}",
             pause_seconds * 1000.0
         )
     }

@@ -36,6 +36,7 @@ use crate::exit::{Code, Failure};
 use crate::patience::{Patience, RETRY_FOR};
 use crate::progress::{self, Meter, Unit};
 use crate::server::{Facts, ServerError};
+use crate::units::counted;
 
 /// Runs `remora verify`.
 pub async fn run(args: VerifyArgs) -> Result<(), Failure> {
@@ -89,7 +90,7 @@ async fn compare(pair: &mut Pair, args: &VerifyArgs, report: &mut Report) -> Res
         _ => Method::Values,
     };
     let databases = databases_of(&pair.primary.facts, &pair.replica.facts);
-    let meter = Meter::start("verify", Unit::Count("keys"), Some(keys_to_scan(pair, &databases, report.method)));
+    let meter = Meter::start("verify", Unit::Count("key"), Some(keys_to_scan(pair, &databases, report.method)));
     let mut scan = Scan::new(pair, report, &meter, args.recheck);
     for database in databases {
         scan.database(database).await?;
@@ -329,8 +330,8 @@ impl Report {
     }
 
     fn extent(&self) -> String {
-        let databases = counted(self.databases.into(), "database", "databases");
-        format!("{} in {databases}", counted(self.keys, "key", "keys"))
+        let databases = counted(self.databases, "database");
+        format!("{} in {databases}", counted(self.keys, "key"))
     }
 
     fn counts(&self) -> [(u64, &'static str); 5] {
@@ -350,9 +351,9 @@ impl Report {
 
     /// The keys and libraries that changed every time: `3 keys`, `3 keys and 1 library`.
     fn undecided(&self) -> String {
-        let counts = [(self.undecided, "key", "keys"), (self.undecided_libraries() as u64, "library", "libraries")];
-        let some = counts.into_iter().filter(|(count, ..)| *count > 0);
-        some.map(|(count, one, many)| counted(count, one, many)).collect::<Vec<_>>().join(" and ")
+        let counts = [(self.undecided, "key"), (self.undecided_libraries() as u64, "library")];
+        let some = counts.into_iter().filter(|(count, _)| *count > 0);
+        some.map(|(count, one)| counted(count, one)).collect::<Vec<_>>().join(" and ")
     }
 
     fn undecided_libraries(&self) -> usize {
@@ -375,7 +376,7 @@ impl fmt::Display for Report {
             Method::Digest => format!(
                 "the digests are equal; compared the expiry of {}, and {} of types that digests do not cover",
                 self.extent(),
-                counted(self.beyond_digests, "value", "values")
+                counted(self.beyond_digests, "value")
             ),
             Method::Values => format!("compared {}", self.extent()),
         };
@@ -383,7 +384,7 @@ impl fmt::Display for Report {
         match self.functions {
             Functions::Unknown => writeln!(f, "functions  neither server reports them")?,
             Functions::Compared { libraries, same: true, .. } => {
-                writeln!(f, "functions  the same ({})", counted(libraries as u64, "library", "libraries"))?;
+                writeln!(f, "functions  the same ({})", counted(libraries, "library"))?;
             }
             Functions::Compared { same: false, .. } => writeln!(f, "functions  different")?,
         }
@@ -430,10 +431,6 @@ impl fmt::Display for Named {
             None => Ok(()),
         }
     }
-}
-
-fn counted(count: u64, one: &str, many: &str) -> String {
-    format!("{count} {}", if count == 1 { one } else { many })
 }
 
 fn describe(look: &Look) -> String {

@@ -17,7 +17,7 @@ use crate::exit::{Code, Failure};
 use crate::progress::{self, Meter, Unit};
 use crate::signals::Signals;
 use crate::tasks::blocking;
-use crate::units::{Size, readable};
+use crate::units::{Size, counted, readable};
 
 /// The state of a volume, as `--json` prints it.
 #[derive(Debug, Serialize)]
@@ -90,7 +90,12 @@ pub(super) fn status(args: &VolumeStatusArgs) -> Result<(), Failure> {
     let needed = shape.copies().promises();
     if remember < needed {
         let text = format!(
-            "{remember} servers that hold the volume answer, and {needed} are needed to open it: start the others, the lines above say which do not answer"
+            "{} the volume, and {needed} are needed to open it: start the others, the lines above say which do not answer",
+            if remember == 1 {
+                "1 server answers and holds".into()
+            } else {
+                format!("{remember} servers answer and hold")
+            }
         );
         let failure = Failure::new(Code::Volume, text);
         return Err(if empty > 0 { failure.and(&lost(empty, names.len())) } else { failure });
@@ -104,7 +109,8 @@ fn lost(empty: usize, all: usize) -> String {
         0 => "no server has a copy any more, so what the volume held is gone: remove it, and create another one",
         _ => "what the volume holds is at the others, which must come back with their copies",
     };
-    format!("{empty} of {all} servers are empty: without --store a server's copy ends with its process; {rest}")
+    let are = if empty == 1 { "is" } else { "are" };
+    format!("{empty} of {all} servers {are} empty: without --store a server's copy ends with its process; {rest}")
 }
 
 fn copy(server: String, status: Result<Status, String>) -> Copy {
@@ -139,9 +145,9 @@ fn copy(server: String, status: Result<Status, String>) -> Copy {
 fn table(report: &Report) -> String {
     let Report { id, bytes, blocks, acknowledge, copies } = report;
     let mut text = format!(
-        "volume     {id}, {}, {} copies, writes acknowledged at {acknowledge}\n",
+        "volume     {id}, {}, {}, writes acknowledged at {acknowledge}\n",
         Size::bytes(*bytes),
-        copies.len()
+        counted(copies.len(), "copy")
     );
     for copy in copies {
         let Copy { server, state, generation, applied, durable, error, .. } = copy;
@@ -195,7 +201,8 @@ pub(super) fn scrub(args: &ScrubArgs) -> Result<(), Failure> {
         match found {
             Ok(Findings { read, repaired, damaged: bad, .. }) => {
                 text.push_str(&format!(
-                    "{server}: {read} blocks read, {repaired} repaired in its store, {bad} damaged in memory\n"
+                    "{server}: {} read, {repaired} repaired in its store, {bad} damaged in memory\n",
+                    counted(read, "block")
                 ));
                 if bad > 0 {
                     damaged.push(number);
@@ -347,7 +354,7 @@ fn stuck(name: &str, servers: &[HostPort], stages: &[Stage], time: Duration) -> 
     let text: Vec<_> = not_whole
         .iter()
         .map(|(server, stage)| match stage {
-            Stage::CatchesUp(compared) => format!("the copy at {server} has compared {compared} blocks"),
+            Stage::CatchesUp(compared) => format!("the copy at {server} has compared {}", counted(*compared, "block")),
             _ => format!("the copy at {server} cannot be taken back: its server does not answer, or refuses"),
         })
         .collect();

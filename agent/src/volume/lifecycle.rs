@@ -12,6 +12,7 @@ use crate::args::{CreateArgs, FormatArgs, GrowArgs, RemoveArgs};
 use crate::exit::{Code, Failure};
 use crate::progress::{self, Meter, Unit};
 use crate::signals::Signals;
+use crate::units::counted;
 
 /// Runs `remora volume create`.
 ///
@@ -42,7 +43,8 @@ pub(super) fn create(args: &CreateArgs) -> Result<(), Failure> {
         ));
     }
     let hold = shape.copies().hold();
-    progress::say(&format!("{}: {}, {copies} copies, writes acknowledged at {hold}", args.file.display(), args.size));
+    let copies = counted(copies, "copy");
+    progress::say(&format!("{}: {}, {copies}, writes acknowledged at {hold}", args.file.display(), args.size));
     Ok(())
 }
 

@@ -100,7 +100,7 @@ fn silent_holders_of_the_token_keep_the_seats_of_a_lender_for_ten_seconds_only()
     fill_keys(&primary, 100, "value");
     let source = Source::start(&primary, &["--no-shm"]);
     let mut lender = source.replica(&server, &["--stay", "--transport", "tcp"]);
-    let line = lender.wait_for_event("lending", LONG).unwrap();
+    let line = lender.wait_for_event("serving", LONG).unwrap();
     let port = line.split("listening=").nth(1).and_then(|rest| rest.split_whitespace().next()).unwrap().to_owned();
     lender.wait_for_event("in_step", LONG).unwrap();
     let token = Token::read_file(source.token()).unwrap();

@@ -154,7 +154,7 @@ fn a_volume_is_made_written_taken_over_and_shown_by_commands() {
     // Two of three are gone, and one of them remembered everything: too few to open it.
     scene.servers[1].kill().unwrap();
     scene.servers[2].kill().unwrap();
-    says(&scene.end(&["status", &file], 10), &["1 servers that hold the volume answer, and 2 are needed"]);
+    says(&scene.end(&["status", &file], 10), &["1 server answers and holds the volume, and 2 are needed"]);
     says(&scene.end(&["nbd", &file, "--socket", &two, "--copy-timeout", "4s"], 10), &[&file, "2 are needed"]);
 
     // All run again, without their memory: nothing is left, and that is said.
@@ -216,7 +216,7 @@ fn between_hosts_a_volume_has_tls_and_a_stranger_gets_nothing() {
     let other = Stage::new();
     let token = other.token.display().to_string();
     let mut stranger = other.start(Some(&host), &["volume", "status", &file, "--token-file", &token]);
-    says(&ends(&mut stranger, 10), &["unknown", "0 servers that hold the volume answer"]);
+    says(&ends(&mut stranger, 10), &["unknown", "0 servers answer and hold the volume"]);
     let mut plain = scene.stage.start(
         Some(&host),
         &["volume", "serve", "--listen", "0.0.0.0:0", "--security", "none", "--token-file", &token],

@@ -33,7 +33,7 @@ use crate::options::{Location, Pass, RestoreOptions};
 use crate::shelf::{self, Backup};
 use remora_base::files::{self, PRIVATE};
 use remora_base::moment::Moment;
-use remora_base::units::Size;
+use remora_base::units::{Size, counted};
 use remora_process::checked_json::Checksum;
 use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
@@ -215,8 +215,10 @@ impl Report {
         }
         if let Some(commands) = &self.commands {
             lines.push(format!(
-                "commands   {} in {} files, {} transactions",
-                commands.commands, commands.files, commands.transactions
+                "commands   {} in {}, {}",
+                commands.commands,
+                counted(commands.files, "file"),
+                counted(commands.transactions, "transaction")
             ));
             if commands.cluster_changes > 0 {
                 lines.push(format!(
@@ -236,8 +238,8 @@ impl Report {
         }
         if self.expired_keys > 0 {
             lines.push(format!(
-                "expired    {} keys of the snapshot: their time to live has ended since, so a server deletes them when it loads them",
-                self.expired_keys
+                "expired    {} of the snapshot, whose time to live has ended since: a server deletes them when it loads them",
+                counted(self.expired_keys, "key")
             ));
         }
         if let Some(laid) = &self.laid_at {

@@ -84,6 +84,43 @@ const STYLE: &str = "\
     @media(prefers-color-scheme:dark){text{fill:#e6edf3}.note{fill:#9198a1}.page{fill:#0d1117}\
     .own{fill:#6e7681}.ours{fill:#4493f8}.other{fill:#d29922}.whisker{stroke:#e6edf3}}";
 
+/// Figures that are further apart than this are drawn on a logarithmic scale: on a linear one the longest bar makes
+/// one pixel of the others.
+const APART: f64 = 60.0;
+
+/// What the title says of such a scale.
+const LOGARITHMIC: &str = " (logarithmic scale)";
+
+/// How long a bar is.
+#[derive(Clone, Copy, Debug)]
+enum Scale {
+    /// Pixels for each unit.
+    Linear(f64),
+    /// The figure of a bar without a length, and pixels for each factor of e.
+    Logarithmic { floor: f64, pixels: f64 },
+}
+
+impl Scale {
+    fn of(figures: impl Iterator<Item = Spread> + Clone, length: f64) -> Scale {
+        let finite = |figure: &f64| figure.is_finite() && *figure > 0.0;
+        let most = figures.clone().map(|figure| figure.high).filter(finite).fold(f64::MIN_POSITIVE, f64::max);
+        let least = figures.map(|figure| figure.median).filter(finite).fold(most, f64::min);
+        if most / least <= APART {
+            return Scale::Linear(length / most);
+        }
+        // The power of ten below the least, so that its bar has a length.
+        let floor = 10_f64.powf((least / 2.0).log10().floor());
+        Scale::Logarithmic { floor, pixels: length / (most / floor).ln() }
+    }
+
+    fn pixels(self, figure: f64) -> f64 {
+        match self {
+            Scale::Linear(pixels) => figure * pixels,
+            Scale::Logarithmic { floor, pixels } => (figure.max(floor) / floor).ln() * pixels,
+        }
+    }
+}
+
 impl Chart {
     /// Draws the chart into that file.
     ///
@@ -136,13 +173,11 @@ impl Chart {
 
     fn svg(&self) -> String {
         let rows: usize = self.groups.iter().map(|group| group.bars.len()).sum();
-        let title = self.title_lines();
+        let (left, length) = self.across();
+        let scale = Scale::of(self.groups.iter().flat_map(|group| &group.bars).map(|bar| bar.figure), length);
+        let title = self.title_lines(scale);
         let above = HEAD + (title.len() - 1) as f64 * ROW;
         let height = 2.0 * MARGIN + above + self.groups.len() as f64 * HEAD + rows as f64 * ROW;
-        let most = self.groups.iter().flat_map(|group| &group.bars).map(|bar| bar.figure.high);
-        let most = most.filter(|most| most.is_finite()).fold(f64::MIN_POSITIVE, f64::max);
-        let (left, length) = self.across();
-        let scale = length / most;
         let mut out = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" height=\"{height}\" role=\"img\">\
              <title>{}</title><style>{STYLE}</style><rect class=\"page\" width=\"100%\" height=\"100%\"/>\n",
@@ -179,14 +214,16 @@ impl Chart {
     }
 
     /// The title in as many lines as it needs: a long one is broken behind what it is about.
-    fn title_lines(&self) -> Vec<String> {
-        match self.title.split_once(": ") {
-            Some((about, of)) if self.title.chars().count() > TITLE_LETTERS => vec![format!("{about}:"), of.to_owned()],
-            _ => vec![self.title.clone()],
+    fn title_lines(&self, scale: Scale) -> Vec<String> {
+        let suffix = if matches!(scale, Scale::Logarithmic { .. }) { LOGARITHMIC } else { "" };
+        let title = format!("{}{suffix}", self.title);
+        match title.split_once(": ") {
+            Some((about, of)) if title.chars().count() > TITLE_LETTERS => vec![format!("{about}:"), of.to_owned()],
+            _ => vec![title],
         }
     }
 
-    fn bar(&self, out: &mut String, bar: &Bar, y: f64, left: f64, scale: f64) {
+    fn bar(&self, out: &mut String, bar: &Bar, y: f64, left: f64, scale: Scale) {
         let Spread { median, low, high, .. } = bar.figure;
         let class = match bar.family {
             Family::Own => "own",
@@ -194,12 +231,12 @@ impl Chart {
             Family::Other => "other",
         };
         text(out, "name", left - GAP, y, "end", &bar.name);
-        let (width, top, thick) = ((median * scale).max(1.0), y - ROW / 2.0 + 3.0, ROW - 6.0);
+        let (width, top, thick) = (scale.pixels(median).max(1.0), y - ROW / 2.0 + 3.0, ROW - 6.0);
         let _ = writeln!(
             out,
             "<rect class=\"{class}\" x=\"{left:.1}\" y=\"{top:.1}\" width=\"{width:.1}\" height=\"{thick:.1}\" rx=\"2\"/>"
         );
-        let (from, to) = (left + low * scale, left + high * scale);
+        let (from, to) = (left + scale.pixels(low), left + scale.pixels(high));
         if to - from >= 2.0 {
             let lines = [(from, y, to, y), (from, y - 4.0, from, y + 4.0), (to, y - 4.0, to, y + 4.0)];
             for (x1, y1, x2, y2) in lines {
@@ -271,6 +308,20 @@ mod tests {
         assert!(own < longest && left + longest + 11.0 * LETTER < WIDTH, "{left} {longest}");
         assert!(svg.contains("ours &lt;fast&gt;") && svg.contains("25.0 s") && svg.contains("8.50 s"));
         assert!(svg.contains("prefers-color-scheme:dark"));
+    }
+
+    #[test]
+    fn figures_far_apart_are_drawn_on_a_logarithmic_scale() {
+        let mut chart = chart();
+        chart.groups[0].bars[0].figure = Spread::of([11_921.0]).unwrap();
+        let svg = chart.svg();
+        let width = |class: &str| {
+            let begin = format!("<rect class=\"{class}\"");
+            attribute(svg.lines().find(|line| line.starts_with(&begin)).unwrap(), "width")
+        };
+        // Four powers of ten from 1 to 11,921, and not quite one to 8.5.
+        assert!((width("ours") / width("own") - 8.5_f64.ln() / 11_921_f64.ln()).abs() < 0.01, "{svg}");
+        assert!(svg.contains("Seconds &amp; more (logarithmic scale)"));
     }
 
     #[test]

@@ -22,7 +22,7 @@ use serde::Serialize;
 
 use super::families::{Families, Value};
 use super::register::{self as all, Family, Unit};
-use crate::view::{Fact, HEADS, Level, Rate, Row, Share, View};
+use crate::view::{self, Fact, HEADS, Level, Rate, Row, Share, View};
 use remora_base::units::{Size, readable};
 use remora_process::progress::words;
 
@@ -137,7 +137,7 @@ fn sync_facts(families: &Families) -> Vec<Fact> {
         let at = sync.family.labels.iter().position(|label| *label == name);
         at.and_then(|at| sync.labels.get(at)).filter(|text| !text.is_empty())
     };
-    let by = label("transport").map_or_else(String::new, |by| format!(" by {by}"));
+    let by = label("transport").map_or_else(String::new, |by| format!(" over {}", view::medium(by)));
     let from = label("source").map_or_else(String::new, |source| format!("from {source}{by}"));
     let is_up = number(&all::SYNC_SOURCE_UP) == Some(1.0);
     let expected = number(&all::SYNC_EXPECTED).filter(|bytes| *bytes > 0.0).map(|_| size(&all::SYNC_EXPECTED));
@@ -296,7 +296,7 @@ mod tests {
         assert_eq!(
             said,
             [
-                "phase: load from a:7379 by tcp",
+                "phase: load from a:7379 over TCP",
                 "snapshot: 1 MiB of 4 MiB expected, 512 KiB/s, 6.0 s left",
                 "server: redis://b:6379 of the primary a:6379",
                 "source: connected ",

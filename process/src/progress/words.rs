@@ -6,14 +6,14 @@ use std::time::Duration;
 use remora_protocol::{Basis, Length};
 
 use super::tracker::Look;
-use remora_base::units::{Size, readable};
+use remora_base::units::{Size, counted, readable};
 
 /// The unit of a [`Meter`](super::Meter).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Bytes, shown as MiB and MiB/s.
     Bytes,
-    /// Things with this name, in the plural.
+    /// Things with this name, in the singular.
     Count(&'static str),
 }
 
@@ -21,7 +21,7 @@ impl Unit {
     fn amount(self, number: u64) -> String {
         match self {
             Unit::Bytes => Size::bytes(number).to_string(),
-            Unit::Count(name) => format!("{number} {name}"),
+            Unit::Count(name) => counted(number, name),
         }
     }
 }
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn a_line_says_how_far_how_fast_and_how_long() {
-        let keys = Unit::Count("keys");
+        let keys = Unit::Count("key");
         let half = look(100, known(400), Some(50.4), Some(6));
         assert_eq!(in_progress(&half, keys), "100 of 400 keys, 25.0 %, 50 keys/s, 6.0 s left");
         let whole = look(400, known(400), None, None);

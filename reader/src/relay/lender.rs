@@ -135,7 +135,7 @@ impl RelayServer {
         }
         exporters.push(tcp);
         let address = door.address();
-        tracing::info!(event = events::LENDING, listening = %address, "lending slots to other replicas");
+        tracing::info!(event = events::SERVING, listening = %address, "serving slots to other replicas");
         let (orders, lendings) = mpsc::unbounded_channel();
         let readers = Arc::new(AtomicUsize::new(0));
         let lender = Lender {

@@ -16,6 +16,7 @@ use std::collections::BTreeSet;
 use serde::{Serialize, Serializer};
 
 use crate::args::HostPort;
+use crate::units::counted;
 
 /// The old nodes, or the new ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -190,9 +191,11 @@ fn take_over(goal: Goal, seen: &Seen, past: &Past) -> Step {
         match shard.candidate(goal.to) {
             Some(node) if node.errors > 0 => {
                 return Step::Stop(format!(
-                    "{} could not execute {} commands of its primary {} (unexpected_error_replies of INFO stats; its log names \
+                    "{} could not execute {} of its primary {} (unexpected_error_replies of INFO stats; its log names \
                      them), so it does not have the same data",
-                    node.place, node.errors, shard.primary.place
+                    node.place,
+                    counted(node.errors, "command"),
+                    shard.primary.place
                 ));
             }
             Some(node) => ready.push((number, shard, node)),

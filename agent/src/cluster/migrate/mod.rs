@@ -36,6 +36,7 @@ use crate::progress;
 use crate::server::{Server, Task};
 use crate::signals::Signals;
 use crate::tasks::blocking;
+use crate::units::counted;
 use crate::verify;
 
 /// How long the work may wait, for whatever reasons, before it ends. A fail-over takes a few seconds, gossip one.
@@ -283,7 +284,7 @@ impl<'a> Migration<'a> {
         let keys = verify::same(&ends.comparison(RETRY)).await.map_err(|failure| {
             failure.and(&format!("{replica} does not take the slots {slots} over from {}", shard.primary.place))
         })?;
-        progress::say(&format!("{replica} has the same {keys} keys as {}", shard.primary.place));
+        progress::say(&format!("{replica} has the same {} as {}", counted(keys, "key"), shard.primary.place));
         self.past.compared.insert(slots.clone());
         self.compared.push(Compared { slots, keys });
         Ok(())
@@ -300,18 +301,21 @@ impl<'a> Migration<'a> {
 
     /// The last words of a run that has done everything.
     fn end(&self) -> String {
-        let all = self.seen.shards.len();
+        let all = match self.seen.shards.len() {
+            1 => "the shard".to_owned(),
+            count => format!("all {count} shards"),
+        };
         let (whose, others) = if self.args.back { ("old", "new") } else { ("new", "old") };
         match (self.args.forget, self.args.back) {
             (true, _) => {
-                format!("the {whose} nodes serve all {all} shards, and the {others} ones have left the cluster")
+                format!("the {whose} nodes serve {all}, and the {others} ones have left the cluster")
             }
             (false, false) => format!(
-                "the new nodes serve all {all} shards, and the old ones follow them\n\
+                "the new nodes serve {all}, and the old ones follow them\n\
                  next: the same command with --back goes back, with --forget the old nodes leave the cluster"
             ),
             (false, true) => format!(
-                "the old nodes serve all {all} shards, and the new ones follow them\n\
+                "the old nodes serve {all}, and the new ones follow them\n\
                  next: the same command without --back goes there, with --back --forget the new nodes leave the cluster"
             ),
         }

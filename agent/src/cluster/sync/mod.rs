@@ -34,7 +34,7 @@ use crate::progress;
 use crate::server::{Facts, Server, ServerError, Task};
 use crate::signals::Signals;
 use crate::tasks::blocking;
-use crate::units::{Size, readable};
+use crate::units::{Size, counted, readable};
 
 /// How long the cluster may be unwell before the work ends. A fail-over takes a few seconds.
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
@@ -262,8 +262,8 @@ impl Work {
             }
         }
         self.until_all_know().await;
-        let (count, plural) = (self.done.len(), if self.done.len() == 1 { "" } else { "s" });
-        progress::say(&format!("{count} replica{plural} in step after {}", readable(began.elapsed())));
+        let replicas = counted(self.done.len(), "replica");
+        progress::say(&format!("{replicas} in step after {}", readable(began.elapsed())));
         failed.map_or(Ok(()), Err)
     }
 

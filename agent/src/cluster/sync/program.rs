@@ -8,6 +8,7 @@ use crate::cluster::nodes::Node;
 use crate::cluster::survey::{Member, Shard, Survey};
 use crate::exit::Failure;
 use crate::server::Facts;
+use crate::units::counted;
 
 /// A node that is to be added, as it stands.
 #[derive(Clone, Debug)]
@@ -157,7 +158,10 @@ impl Program {
             return refused("it is a primary with slots".into());
         }
         if facts.keys() > 0 {
-            return refused(format!("it holds {} keys: FLUSHALL and CLUSTER RESET make it empty", facts.keys()));
+            return refused(format!(
+                "it holds {}: FLUSHALL and CLUSTER RESET make it empty",
+                counted(facts.keys(), "key")
+            ));
         }
         let is_ours = |node: &Node| survey.members().any(|member| member.node.id == node.id);
         if known.iter().any(|node| node.id != own.id && !node.has("handshake") && !is_ours(node)) {

@@ -232,7 +232,7 @@ impl Syncs {
         let Some(Lending { running, _newcomers: newcomers }) = self.lending.take() else { return };
         drop(newcomers);
         if tokio::time::timeout(LENDING_END_LIMIT, running).await.is_err() {
-            tracing::warn!("what is lent to other replicas has not ended within {} s", LENDING_END_LIMIT.as_secs());
+            tracing::warn!("serving slots to other replicas has not ended within {} s", LENDING_END_LIMIT.as_secs());
         }
     }
 

@@ -95,7 +95,7 @@ impl Display {
         if self.shown.as_ref().is_none_or(|(shown, _)| *shown != step) {
             self.leave();
             let (label, unit) = match step {
-                Step::Saving => (format!("{} saves", standing.primary), Unit::Count("keys")),
+                Step::Saving => (format!("{} saves", standing.primary), Unit::Count("key")),
                 Step::Transfer => (format!("transfer to {}", standing.server), Unit::Bytes),
                 Step::Load => (format!("load into {}", standing.server), Unit::Bytes),
             };

@@ -380,7 +380,7 @@ impl Driver {
                 let plural = if readers == 1 { "replica reads" } else { "replicas read" };
                 let limit = readable(self.args.linger);
                 progress::say(&format!(
-                    "{readers} {plural} slots from here still: lending them for {limit} at most (--linger)"
+                    "{readers} {plural} slots from here still: serving them for {limit} at most (--linger)"
                 ));
                 if let Some(lingers) = self.from_server.lingers.take() {
                     let _ = lingers.send(()); // its owner may have gone

@@ -16,7 +16,7 @@ use crate::replica::attend::passage::{self, Login};
 use crate::server::own_changes::Counted;
 use crate::server::{Client, Facts, Pins, Position, Role, Server, ServerError, Stream};
 use crate::tasks::AbortOnDrop;
-use crate::units::Size;
+use crate::units::{Size, counted};
 
 // Coverage: asks the primary itself whether it would continue the server.
 //
@@ -368,13 +368,15 @@ async fn listen(server: Server) {
         if let Some(count) = since.unexpected.filter(|count| *count > 0) {
             tracing::warn!(
                 event = events::COMMANDS_FAILED,
-                "the server {} could not execute {count} commands of its primary's stream, and is not an exact replica any more; \
+                "the server {} could not execute {} of its primary's stream, and is not an exact replica any more; \
                  its log names them, and the agent will end with code 6",
-                server.url()
+                server.url(),
+                counted(count, "command")
             );
         }
         if let Some(count) = since.evicted.filter(|count| *count > 0) {
-            tracing::warn!("the server {} has removed {count} keys by itself, as its memory is full", server.url());
+            let keys = counted(count, "key");
+            tracing::warn!("the server {} has removed {keys} by itself, as its memory is full", server.url());
         }
         before = Some(now);
     }

@@ -17,6 +17,7 @@ use super::hand_off::{Ending, HandOff, QUICK};
 use crate::events;
 use crate::exit::{Code, Failure};
 use crate::server::PinSizes;
+use crate::units::counted;
 
 /// The state of the replica's server as far as this agent has changed it.
 pub(super) struct ServerSide {
@@ -497,10 +498,8 @@ impl Presence {
             Follows::Link => self.stays_away(now, rules, &look.trouble),
             Follows::Nothing if look.run_id != self.run_id => {
                 if look.keys > 0 && !rules.replace {
-                    let keys = look.keys;
-                    return Seen::TakenOver(format!(
-                        "restarted and holds {keys} keys now; give --replace if they may go"
-                    ));
+                    let keys = counted(look.keys, "key");
+                    return Seen::TakenOver(format!("restarted and holds {keys} now; give --replace if they may go"));
                 }
                 self.run_id = look.run_id;
                 Seen::Redirect

@@ -258,7 +258,7 @@ fn a_stranger_comes(kind: Kind) {
     load(&primary, 8, MIB);
     let (servers, source) = (servers(kind, 2), source(&primary));
     let mut first = source.replica(&servers[0], &[&FAR[..], &["--name", "first", "--stay"]].concat());
-    let line = first.wait_for_event("lending", LONG).unwrap();
+    let line = first.wait_for_event("serving", LONG).unwrap();
     let door = line.split("listening=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
     first.wait_for_event("in_step", LONG).unwrap();
     liar::has_no_success(door.parse().unwrap(), source.generation());
@@ -303,7 +303,7 @@ fn replicas_that_do_not_lend_all_read_from_the_source() {
         servers.iter().map(|server| source.replica(server, &[&FAR[..], &["--no-serve-peers"]].concat())).collect();
     for agent in &mut agents {
         agent.wait_for_success(LONG).unwrap();
-        assert!(!agent.output().contains("lending slots"));
+        assert!(!agent.output().contains("serving slots"));
     }
     assert!(served(&source) >= 2 * snapshot_bytes(&source));
     for server in &servers {

@@ -14,6 +14,7 @@ use crate::replica::{exact, primary};
 use crate::sentinel::guard;
 use crate::server::{Facts, ServerError};
 use crate::server::{SETTLE_LIMIT, SETTLE_POLL};
+use crate::units::counted;
 use crate::{events, progress};
 
 /// How a server came to follow the primary.
@@ -274,15 +275,16 @@ impl Keeper {
         if self.args.on_failure == OnFailure::Detached {
             let holds = match keys {
                 0 => "is empty".to_string(),
-                keys => format!("holds {keys} keys, perhaps not whole, open to writes"),
+                keys => format!("holds {}, perhaps not whole, open to writes", counted(keys, "key")),
             };
             return Ok(Left::in_order(format!("the server was detached and {holds}{settings}")));
         }
         if let Err(not_ours) = self.control.empty(Expected::NoPrimary(&before)).await {
             let NotOurs::Unknown(error) = not_ours else { return Err(not_ours) };
             return Ok(Left::in_order(format!(
-                "the server was detached, but could not be emptied ({error}): it holds {keys} keys, perhaps not whole, open to \
-                 writes{settings}"
+                "the server was detached, but could not be emptied ({error}): it holds {}, perhaps not whole, open to \
+                 writes{settings}",
+                counted(keys, "key")
             )));
         }
         let Some((host, port)) = former else {
