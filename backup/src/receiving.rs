@@ -156,7 +156,7 @@ impl Receiving {
                 _ = until_set(&mut self.stopped) => return Ok(None),
             };
             let (source, plan) = first;
-            let Err(loss) = self.data_set.check(self.read.source.present(), source.address(), &plan).await else {
+            let Err(loss) = self.data_set.check(&self.read.source.present(), source.address(), &plan).await else {
                 break (source, plan);
             };
             let pause = patience.lost(&self.read, &*self.target, loss)?;
@@ -381,7 +381,7 @@ impl Receiving {
     /// Connects to the tables of an offer. The snapshot that has begun to arrive goes on, or another one begins.
     async fn begin(&self, session: &Session, offer: Offer, passes: Option<&mut Passes>) -> Result<Present, Trouble> {
         let (way, retained) = (session.way().clone(), offer.snapshot.retained);
-        self.data_set.check(self.read.source.present(), way.source(), &offer).await.map_err(|loss| loss.failure)?;
+        self.data_set.check(&self.read.source.present(), way.source(), &offer).await.map_err(|loss| loss.failure)?;
         let mut passes = passes;
         passes.iter_mut().for_each(|passes| passes.relay.offered());
         let wish = passes.as_ref().and_then(|passes| passes.relay.wish(None));

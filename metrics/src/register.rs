@@ -270,6 +270,10 @@ families! {
     UPLOAD_YIELDS = Gauge "upload_yields" [], &[Source],
         "Whether the source sends less because other traffic fills the network link",
         "1 for long: a sync takes up to sixteen times as long; `--upload-limit none` takes the link from others";
+    STANDBY_COPY = Gauge "standby_copy" [], &[Source],
+        "Whether this standby has a whole snapshot (`--standby-of`)", "0 for long: the log says why (`standby_waits`)";
+    STANDBY_LAG = Gauge "standby_lag_bytes" [], &[Source],
+        "Bytes of the stream that it lacks", "";
     REPLICAS = Gauge "replicas" ["phase"], &[Source],
         "Replicas that have joined, by what they do",
         "Many in `waiting`: the next snapshot is awaited, or their turn (`--at-once`); `remora status` says which";

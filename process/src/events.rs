@@ -80,6 +80,12 @@ events! {
     STREAM_RESUMED = "stream_resumed" [];
     /// The source cannot resume its server's stream.
     STREAM_LOST = "stream_lost" ["text"];
+    /// A standby copies the snapshot of the first source.
+    STANDBY_COPIES = "standby_copies" ["generation", "with_stream"];
+    /// Nothing can be copied from the first source; the sentence says why.
+    STANDBY_WAITS = "standby_waits" ["first"];
+    /// A source has a standby there.
+    STANDBY_KNOWN = "standby_known" ["address"];
     /// The server has another replication history: the stream of the old one ends at this offset.
     HISTORY_CHANGED = "history_changed" ["generation", "old", "new", "offset"];
     /// The source has closed its link to a server that is being shut down.

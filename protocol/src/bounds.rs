@@ -40,6 +40,9 @@ pub const MAX_WHY_BYTES: usize = 400;
 /// Longest description of what protects a replica's data, in bytes: some words, as a status report has one per replica.
 pub const MAX_PROTECTION_BYTES: usize = 32;
 
+/// Greatest number of standbys that a source names to its readers: more would be asked in vain when a source is lost.
+pub const MAX_STANDBYS: usize = 8;
+
 /// Greatest number of keys of a table: one per transport.
 pub const MAX_KEYS: usize = 8;
 

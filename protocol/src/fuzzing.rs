@@ -52,6 +52,6 @@ mod tests {
             assert_eq!(message.name().to_lowercase(), name.replace('-', ""));
             Some(message.tag())
         };
-        assert_eq!(seeds().iter().filter_map(decoded).count(), 18);
+        assert_eq!(seeds().iter().filter_map(decoded).count(), 20);
     }
 }

@@ -37,7 +37,8 @@
 //! - 7: Expected says how long a snapshot will be, and a status report when it will be whole, or that the source still
 //!   prepares its memory; an offer says why no
 //!   snapshot of the source's server can be taken now, and so does a cause of waiting; an offer names the history that
-//!   its own continues, the source's process, and what a snapshot would be.
+//!   its own continues, the source's process, and what a snapshot would be. A standby says that it is one, and readers
+//!   are told where standbys serve.
 //! - 6: status says what the source's upload in the background does; an offer says whether slots may be compressed, and
 //!   a status report how they are.
 //! - 5: progress and status say why a server does not use fast keys.

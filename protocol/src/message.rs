@@ -12,7 +12,7 @@ use serde::{Serialize, Serializer};
 
 use crate::bounds::{
     self, Digits, DigitsIfKnown, MAX_ADDRESS_BYTES, MAX_CLIENT_PAYLOAD_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES,
-    MAX_PAYLOAD_BYTES, MAX_PROTECTION_BYTES, MAX_REPLICAS, MAX_SEAL_BYTES, MAX_TEXT_BYTES, MAX_WHY_BYTES,
+    MAX_PAYLOAD_BYTES, MAX_PROTECTION_BYTES, MAX_REPLICAS, MAX_SEAL_BYTES, MAX_STANDBYS, MAX_TEXT_BYTES, MAX_WHY_BYTES,
     MAX_ZONE_BYTES,
 };
 
@@ -63,6 +63,12 @@ pub enum Message {
         generation: u64,
         /// The reader's name; at most [`MAX_NAME_BYTES`].
         name: String,
+    },
+    /// Standby → source: the joins of this session are those of a source that copies this one's snapshots. No snapshot
+    /// is taken for it.
+    StandBy {
+        /// Address and port at which it serves readers, as in [`Relays::serves_at`].
+        serves_at: String,
     },
 
     /// Source → replica: there is no offer yet.
@@ -126,6 +132,11 @@ pub enum Message {
         /// Bytes per second that this reader may read; 0: no limit.
         rate: u64,
     },
+    /// Source → replica: where other sources of the same snapshots serve. Sent behind an offer, and when they change.
+    Standbys {
+        /// Their addresses and ports. At most [`MAX_STANDBYS`].
+        addresses: Vec<String>,
+    },
 }
 
 impl Message {
@@ -185,6 +196,8 @@ impl Message {
                 TableOffer::put(table, out)?;
                 u64::put(rate, out)?;
             }
+            Message::StandBy { serves_at } => Name::<MAX_ADDRESS_BYTES>::put(serves_at, out)?,
+            Message::Standbys { addresses } => Standbys::put(addresses, out)?,
         }
         Ok(self.tag())
     }
@@ -236,6 +249,8 @@ impl Message {
                 table: TableOffer::take(from)?,
                 rate: u64::take(from)?,
             },
+            tag::STAND_BY => Message::StandBy { serves_at: Name::<MAX_ADDRESS_BYTES>::take(from)? },
+            tag::STANDBYS => Message::Standbys { addresses: Standbys::take(from)? },
             tag => return Err(DecodeError::UnknownMessage { tag }),
         })
     }
@@ -261,6 +276,8 @@ impl Message {
             Message::ReadPeer { .. } => tag::READ_PEER,
             Message::ReadFrom { .. } => tag::READ_FROM,
             Message::PeerOffer { .. } => tag::PEER_OFFER,
+            Message::StandBy { .. } => tag::STAND_BY,
+            Message::Standbys { .. } => tag::STANDBYS,
         }
     }
 
@@ -285,6 +302,8 @@ impl Message {
             Message::ReadPeer { .. } => "ReadPeer",
             Message::ReadFrom { .. } => "ReadFrom",
             Message::PeerOffer { .. } => "PeerOffer",
+            Message::StandBy { .. } => "StandBy",
+            Message::Standbys { .. } => "Standbys",
         }
     }
 
@@ -352,6 +371,7 @@ mod tag {
     pub(super) const PROBE_QUERY: u8 = 0x25;
     pub(super) const PEER_LOST: u8 = 0x26;
     pub(super) const READ_PEER: u8 = 0x27;
+    pub(super) const STAND_BY: u8 = 0x28;
 
     /// The first tag of the messages that only a server sends: a source, or a replica that others read from.
     pub(super) const FIRST_OF_SOURCE: u8 = 0x40;
@@ -365,6 +385,7 @@ mod tag {
     pub(super) const READ_FROM: u8 = 0x47;
     pub(super) const PEER_OFFER: u8 = 0x48;
     pub(super) const EXPECTED: u8 = 0x49;
+    pub(super) const STANDBYS: u8 = 0x4a;
 }
 
 // Every message that keeps the bounds fits into one frame.
@@ -618,6 +639,9 @@ codes!(RefusalCode is "refusal" {
     4 => HistoryGone,
     5 => NotPermitted,
 });
+
+/// The addresses of standbys.
+type Standbys = List<Name<MAX_ADDRESS_BYTES>, MAX_STANDBYS>;
 
 /// The keys of a region, one per transport.
 pub(crate) type Keys = List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>;

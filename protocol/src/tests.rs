@@ -289,6 +289,8 @@ fn small_ones() -> impl Strategy<Value = Message> {
             table,
             rate
         }),
+        names().prop_map(|serves_at| Message::StandBy { serves_at }),
+        vec(names(), 0..=MAX_STANDBYS).prop_map(|addresses| Message::Standbys { addresses }),
     ]
 }
 
@@ -361,7 +363,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_a_message_or_an_error(tag in 0x10u8..0x4b, payload in vec(any::<u8>(), 0..300)) {
+    fn any_bytes_are_a_message_or_an_error(tag in 0x10u8..0x4c, payload in vec(any::<u8>(), 0..300)) {
         fuzzing::message(&[&[tag][..], &payload].concat());
     }
 
@@ -424,6 +426,8 @@ fn each_side_may_send_only_its_own_messages() {
         (Message::ReadPeer { generation: 0, name: String::new() }, true, false),
         (Message::ReadFrom { generation: 0, upstream: None }, false, true),
         (Message::Expected(Expected::default()), false, true),
+        (Message::StandBy { serves_at: String::new() }, true, false),
+        (Message::Standbys { addresses: Vec::new() }, false, true),
     ] {
         assert_eq!(message.may_come_from(Side::Client), client, "{}", message.name());
         assert_eq!(message.may_come_from(Side::Server), server, "{}", message.name());

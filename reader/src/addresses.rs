@@ -6,13 +6,14 @@
 //!
 //! A round begins at the address that was used last, so that a source which was away for a moment goes on with its own
 //! snapshot. A source that is reached and refuses for good is an error only if all others have refused too since the
-//! last offer.
+//! last offer. Standbys of which a source tells ([`Addresses::learn`]) come last.
 
 use std::fmt::{Display, Formatter};
 use std::str::FromStr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use remora_process::events;
+use remora_protocol::MAX_STANDBYS;
 use remora_server::HostPort;
 
 use crate::loss::Loss;
@@ -22,6 +23,8 @@ use crate::loss::Loss;
 pub struct Addresses {
     first: HostPort,
     others: Arc<[HostPort]>,
+    /// Standbys of which a source has told, behind the others.
+    learned: Arc<Mutex<Vec<HostPort>>>,
     state: Arc<Mutex<State>>,
 }
 
@@ -34,13 +37,28 @@ struct State {
 
 impl Addresses {
     /// The address that is used at present.
-    pub fn present(&self) -> &HostPort {
-        self.at(self.state().present)
+    pub fn present(&self) -> HostPort {
+        let present = self.state().present;
+        self.at(present)
     }
 
     /// Whether there is only one.
     pub fn is_one(&self) -> bool {
-        self.others.is_empty()
+        self.count() == 1
+    }
+
+    /// A source has told where its standbys serve. They are tried behind the others, with the same token, and are held
+    /// to the same data set. One that is known already, or is no address, adds nothing.
+    pub fn learn(&self, addresses: &[String]) {
+        for address in addresses.iter().filter_map(|address| address.parse::<HostPort>().ok()) {
+            let is_given = address == self.first || self.others.contains(&address);
+            let mut learned = self.learned();
+            if is_given || learned.contains(&address) || learned.len() >= MAX_STANDBYS {
+                continue;
+            }
+            tracing::info!(event = events::STANDBY_KNOWN, %address, "{address} serves too if this source is lost");
+            learned.push(address);
+        }
     }
 
     /// The same addresses, beginning at the first again, whatever becomes of these.
@@ -88,11 +106,18 @@ impl Addresses {
     }
 
     fn count(&self) -> usize {
-        1 + self.others.len()
+        1 + self.others.len() + self.learned().len()
     }
 
-    fn at(&self, index: usize) -> &HostPort {
-        index.checked_sub(1).and_then(|index| self.others.get(index)).unwrap_or(&self.first)
+    fn at(&self, index: usize) -> HostPort {
+        let Some(other) = index.checked_sub(1) else { return self.first.clone() };
+        let learned = || self.learned().get(other.checked_sub(self.others.len())?).cloned();
+        self.others.get(other).cloned().or_else(learned).unwrap_or_else(|| self.first.clone())
+    }
+
+    /// It is right after every statement, so a panic elsewhere does not invalidate it.
+    fn learned(&self) -> MutexGuard<'_, Vec<HostPort>> {
+        self.learned.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// It is right after every statement, so a panic elsewhere does not invalidate it.
@@ -112,7 +137,7 @@ pub struct Round<E> {
 
 impl<E: Display> Round<E> {
     /// The address to try. Messages name it as the present one.
-    pub fn at(&self) -> &HostPort {
+    pub fn at(&self) -> HostPort {
         self.addresses.present()
     }
 
@@ -142,7 +167,7 @@ impl<E: Display> Round<E> {
 
 impl From<HostPort> for Addresses {
     fn from(first: HostPort) -> Addresses {
-        Addresses { first, others: Arc::default(), state: Arc::default() }
+        Addresses { first, others: Arc::default(), learned: Arc::default(), state: Arc::default() }
     }
 }
 
@@ -234,6 +259,25 @@ mod tests {
         let before = addresses.to_string();
         assert!(addresses.lost(passing.clone()).passes);
         assert_eq!(addresses.to_string(), before, "the next round begins at the one that was lost");
+    }
+
+    #[test]
+    fn standbys_of_which_a_source_tells_come_behind_the_others_and_stay_known() {
+        let addresses = "a:1,b:2".parse::<Addresses>().unwrap();
+        let told = |addresses: &Addresses, ports: &[u16]| {
+            addresses.learn(&ports.iter().map(|port| format!("s:{port}")).collect::<Vec<_>>());
+        };
+        addresses.learn(&["b:2".into(), "no address".into()]);
+        told(&addresses, &[3, 4, 3]);
+        told(&addresses, &[]);
+        assert_eq!(round(&addresses, &[4], &[]), (vec![1, 2, 3, 4], Ok(4)));
+        assert_eq!(round(&addresses.from_the_first(), &[], &[]).0, [1, 2, 3, 4]);
+        told(&addresses, &(5..100).collect::<Vec<_>>());
+        assert_eq!(round(&addresses, &[], &[]).0.len(), 2 + MAX_STANDBYS);
+        let one = Addresses::from("a:1".parse::<HostPort>().unwrap());
+        assert!(one.is_one());
+        one.learn(&["s:2".into()]);
+        assert!(!one.is_one());
     }
 
     #[test]

@@ -124,7 +124,7 @@ impl DataSet {
     ) -> Result<Source, Loss> {
         let mut round = read.source.round();
         loop {
-            let attempt = self.connect_to(round.at(), read, credentials, (name, server)).await;
+            let attempt = self.connect_to(&round.at(), read, credentials, (name, server)).await;
             if let Some(done) = round.outcome(attempt, |loss: &Loss| loss.passes) {
                 return done;
             }

@@ -50,7 +50,7 @@ impl Source {
     pub async fn connect(args: &ReadOptions, credentials: &Credentials) -> Result<Source, Error> {
         let mut round = args.source.round();
         loop {
-            let attempt = Source::connect_to(round.at(), credentials).await;
+            let attempt = Source::connect_to(&round.at(), credentials).await;
             if let Some(done) = round.outcome(attempt, |error: &Error| error.fault.may_pass()) {
                 return done;
             }
@@ -98,7 +98,7 @@ impl Source {
         let began = Instant::now();
         let mut round = args.source.round();
         loop {
-            let attempt = Source::first_at(args, round.at(), credentials, (name, server), began).await;
+            let attempt = Source::first_at(args, &round.at(), credentials, (name, server), began).await;
             match round.outcome(attempt, |failure: &Failure| failure.passes) {
                 None => {}
                 Some(Ok(first)) => {
@@ -767,6 +767,10 @@ async fn run(
             },
             received = receiver.receive() => {
                 let received = match received {
+                    Ok(Message::Standbys { addresses: told }) => {
+                        addresses.learn(&told);
+                        continue;
+                    }
                     Ok(message) => {
                         if matches!(message, Message::Offer(_)) {
                             addresses.offered();

@@ -47,8 +47,12 @@ impl Methods {
     /// # Errors
     /// The server does not continue behind the file, or the state folder cannot be used.
     pub(super) async fn of(options: &Options, server: &Server, facts: &Facts) -> Result<Methods, Failure> {
-        if options.no_fork && options.file.is_none() && options.module.capture != ModuleCapture::Sweep {
-            let text = "--no-fork goes with --from-file or --module-capture sweep: every other snapshot needs a fork";
+        if options.no_fork
+            && options.file.is_none()
+            && options.first.is_none()
+            && options.module.capture != ModuleCapture::Sweep
+        {
+            let text = "--no-fork goes with --from-file, --standby-of or --module-capture sweep: every other snapshot needs a fork";
             return Err(Failure::new(Code::Usage, text));
         }
         let mut file = None;
@@ -93,12 +97,21 @@ impl Source {
         // The replicas that it is for have joined.
         exports::look(self);
         let plan = plan(self, generation, with_stream, own_format);
-        tracing::info!(
-            event = events::SNAPSHOT_REQUESTED,
-            generation,
-            with_stream,
-            "requesting a snapshot from the server"
-        );
+        if plan.first.is_some() {
+            tracing::info!(
+                event = events::STANDBY_COPIES,
+                generation,
+                with_stream,
+                "copying the first source's snapshot"
+            );
+        } else {
+            tracing::info!(
+                event = events::SNAPSHOT_REQUESTED,
+                generation,
+                with_stream,
+                "requesting a snapshot from the server"
+            );
+        }
         self.threads.start(plan)
     }
 
@@ -161,6 +174,7 @@ pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_form
         captured: source.captured.clone(),
         is_examined: true,
         file: source.methods.file.clone(),
+        first: source.standby.as_ref().and_then(|standby| standby.copying.clone()),
         tuning: source.methods.tuning.clone(),
         reader_version: source.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
         may_import_slots: source.facts.may_import_slots(),

@@ -211,6 +211,8 @@ pub(super) struct Peer {
     pub(super) no_fast_keys: String,
     /// How the peer lends its slots to other replicas, with its address as they reach it.
     pub(super) relays: Option<Relays>,
+    /// Where it serves readers itself, if it is a standby.
+    pub(super) standby_at: Option<String>,
     /// What it was offered, and may read.
     pub(super) readable: Readable,
 }
@@ -248,6 +250,7 @@ impl Peer {
             transport_why: String::new(),
             no_fast_keys: String::new(),
             relays: None,
+            standby_at: None,
             readable: Readable::default(),
         };
         (peer, receiver)

@@ -25,6 +25,7 @@
 //!   estimates how long the snapshot will be.
 //! - `preparation` checks the limit of open descriptors, and touches the memory before the first snapshot, while the
 //!   port is open.
+//! - `standby` copies the snapshots of another source (`--standby-of`).
 //! - `service_manager` has the service manager keep a snapshot for the next process, and takes a port that it keeps
 //!   open.
 //! - This file connects them and performs the machine's actions.
@@ -45,6 +46,7 @@ mod presence;
 mod questions;
 mod server_settings;
 mod service_manager;
+mod standby;
 mod status;
 mod tables;
 pub mod topology;
@@ -58,8 +60,9 @@ pub mod parts {
 }
 
 pub use self::options::{
-    Beside, Compress, LEAST_AGE, LEAST_MEMORY, LaneOptions, MAX_REPLICAS, ModuleCapture, ModuleOptions, OpenFile,
-    OpenServer, Options, SLOT_SIZES, SourceFile, TableOptions, Target, TuningOptions, default_slot_size,
+    Beside, Compress, DEFAULT_FORK_AFTER, LEAST_AGE, LEAST_MEMORY, LaneOptions, MAX_REPLICAS, ModuleCapture,
+    ModuleOptions, OpenFile, OpenServer, Options, SLOT_SIZES, SourceFile, TableOptions, Target, TuningOptions,
+    default_slot_size,
 };
 pub use self::tables::{Shares, Wanted, expected, least_memory};
 
@@ -69,7 +72,7 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::memory::inherited;
 use remora_fabric::{RegionId, TransportKind};
-use remora_protocol::{Message, Offer, Phase, RefusalCode, Upstream, WaitCause};
+use remora_protocol::{MAX_STANDBYS, Message, Offer, Phase, RefusalCode, Relays, Upstream, WaitCause};
 use remora_table::Origin;
 use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
@@ -86,6 +89,7 @@ use self::preparation::Preparation;
 use self::questions::{Answered, Questions};
 use self::server_settings::{OutputBuffer, OutputWatch};
 use self::service_manager::{Keeper, Port};
+use self::standby::Standby;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::topology::{Joining, Topology, Witness};
 use remora_base::pace::Backoff;
@@ -178,6 +182,7 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
         fork_interval: options.fork_interval,
         slot_bytes: u64::from(tables.snapshot.1.slot_size),
         // There is no other snapshot than the file.
+        standby: options.first.as_ref().map(|_| if options.no_fork { Duration::MAX } else { options.fork_after }),
         repeat_messages: if options.file.is_some() { Duration::MAX } else { options.repeat_messages },
     };
     let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), options.is_eager());
@@ -209,7 +214,10 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
         links: Links::default(),
         probe_region: ProbeRegion::default(),
         keeper: Keeper::new(),
+        standby: None,
     };
+    let (serves_at, process) = (listener.address().to_string(), source.questions.process);
+    source.standby = Standby::begin(&source.options, serves_at, process, &source.gauge, source.incoming.clone());
     service_manager::go_on_with(&mut source, left).await;
     // The first look at the write rate. Later ones measure from it.
     source.learn();
@@ -241,6 +249,8 @@ pub(crate) enum Incoming {
     Answered(Answered),
     /// What a look at the server has shown that is about the source's own links.
     Presence(presence::Look),
+    /// The source that this one stands by for has said something.
+    First(standby::News),
     /// Metrics are wanted.
     Scraped(Box<Scrape>),
     /// The tables' memory is prepared, or why it is not.
@@ -285,6 +295,7 @@ struct Source {
     links: Links,
     probe_region: ProbeRegion,
     keeper: Keeper,
+    standby: Option<Standby>,
 }
 
 impl Source {
@@ -301,6 +312,7 @@ impl Source {
             tokio::select! {
                 Some(incoming) = mailboxes.incoming.recv() => self.receive(incoming)?,
                 Some(event) = mailboxes.captured.recv() => {
+                    standby::capture_says(&mut self, &event);
                     self.capture_says(&event)?;
                     self.apply(Event::Capture(event))?;
                     ahead::look(&mut self);
@@ -312,6 +324,7 @@ impl Source {
                     presence::look(&mut self);
                     self.preparation.say(Instant::now());
                     self.apply(Event::Tick)?;
+                    standby::look(&mut self)?;
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
                     mailboxes.service.turn(|| status::in_short(&self));
@@ -347,6 +360,7 @@ impl Source {
             Incoming::Moved(facts) => captured::moved(self, *facts),
             Incoming::Answered(answered) => questions::answered(self, answered),
             Incoming::Presence(look) => presence::saw(self, look),
+            Incoming::First(news) => standby::told(self, news),
             Incoming::Scraped(scrape) => status::answer(self, *scrape),
             Incoming::Prepared(done) => {
                 done?;
@@ -379,6 +393,11 @@ impl Source {
         let event = match message {
             Message::Join(join) if join.plan_only => return self.send_plan(session),
             Message::ProbeQuery => return self.probe_requested(session),
+            Message::StandBy { serves_at } => {
+                let at = as_others_reach_it(Relays { serves_at, zone: String::new() }, peer.address).serves_at;
+                peer.standby_at = Some(at);
+                return;
+            }
             Message::Join(join) => {
                 peer.relays = join.relays.map(|relays| as_others_reach_it(relays, peer.address));
                 let address = peer.address.to_string();
@@ -392,6 +411,10 @@ impl Source {
                     protection = %peer.protection,
                     "replica joined"
                 );
+                if peer.standby_at.is_some() {
+                    let _ = self.apply(Event::StandbyJoined { session, name, address });
+                    return self.tell_of_standbys();
+                }
                 let resume = join.resume.as_ref().map(Resume::of);
                 let reads = format_for(&self.facts, &join.server);
                 Event::Joined { session, name, address, resume, reads }
@@ -445,6 +468,9 @@ impl Source {
         self.exports.withdraw(session);
         self.probe_left(session);
         self.questions.left(session);
+        if peer.standby_at.is_some() {
+            self.tell_of_standbys();
+        }
         if !peer.done {
             if self.machine.status().replica(session).is_some() {
                 tracing::warn!(event = events::REPLICA_DISCONNECTED, address = %peer.address, %fault, "replica disconnected");
@@ -480,7 +506,15 @@ impl Source {
             Action::Capture { generation, with_stream, fresh } => {
                 // The thread of an earlier capture may still run until it ends. It must not reuse further slots.
                 self.gauge.allow_retiring(0);
-                if let Some(replaced) = self.tables.prepare(&self.options, &self.facts, fresh)? {
+                let copying = self.standby.as_ref().and_then(|standby| standby.copying.clone());
+                let replaced = match copying.filter(|copying| copying.offer.generation == generation) {
+                    Some(first) => {
+                        let copied = standby::copied(&first.offer).map_err(Failure::refused)?;
+                        self.tables.prepare_copy(&self.options, copied, fresh)?
+                    }
+                    None => self.tables.prepare(&self.options, &self.facts, fresh)?,
+                };
+                if let Some(replaced) = replaced {
                     self.exports.forget_in_background(replaced);
                 }
                 self.tables.warn_of_a_window(&self.options.tables, &self.facts, self.captured.server().url());
@@ -576,6 +610,32 @@ impl Source {
         };
         self.send(session, Message::Offer(offer));
         self.send(session, Message::Expected(self.ahead.expected()));
+        let addresses = self.standbys();
+        let is_standby = self.machine.status().replica(session).is_some_and(|replica| replica.is_standby);
+        if !addresses.is_empty() && !is_standby {
+            self.send(session, Message::Standbys { addresses });
+        }
+    }
+
+    /// Where the standbys that have joined serve, as others reach them.
+    fn standbys(&self) -> Vec<String> {
+        let addresses = self.sessions.values().filter_map(|peer| peer.standby_at.clone());
+        let mut addresses: Vec<String> = addresses.filter(|address| !address.is_empty()).collect();
+        addresses.sort_unstable();
+        addresses.dedup();
+        addresses.truncate(MAX_STANDBYS);
+        addresses
+    }
+
+    /// Tells the replicas that have an offer where the standbys serve.
+    fn tell_of_standbys(&mut self) {
+        let addresses = self.standbys();
+        let replicas = self.machine.status().replicas.iter();
+        let have_offers = replicas.filter(|(_, replica)| replica.generation.is_some() && !replica.is_standby);
+        let sessions: Vec<Session> = have_offers.map(|(&session, _)| session).collect();
+        for session in sessions {
+            self.send(session, Message::Standbys { addresses: addresses.clone() });
+        }
     }
 
     /// Tells the replicas that the source stops, and ends the capture threads.

@@ -37,9 +37,13 @@ pub struct Options {
     pub eager: bool,
     /// The file that has the snapshot, in place of the server.
     pub file: Option<SourceFile>,
-    /// Take no snapshot that makes the primary fork. Snapshots come from the file, or by a sweep of the module: one of
-    /// the two must be asked for.
+    /// Take no snapshot that makes the primary fork. Snapshots come from the file, from the first source, or by a sweep
+    /// of the module: one of the three must be asked for.
     pub no_fork: bool,
+    /// The source whose snapshots this one copies, as its standby.
+    pub first: Option<HostPort>,
+    /// How long a replica of a standby waits for one of those before the server is asked for one.
+    pub fork_after: Duration,
     /// A snapshot that is older is not given to new joiners: at least [`LEAST_AGE`].
     pub max_age: Duration,
     /// What the source may change at its server for the moment of the fork.
@@ -183,6 +187,10 @@ pub const LEAST_MEMORY: Size = Size::mebibytes(16);
 /// and with less it would ask for another one each time.
 pub const LEAST_AGE: Duration = Duration::from_secs(1);
 
+/// The default time after which a standby asks its own server for a snapshot: a source that is started again is back
+/// sooner, and replicas try for longer.
+pub const DEFAULT_FORK_AFTER: Duration = Duration::from_secs(30);
+
 /// The sizes in bytes that a slot may have. With smaller slots, reading the directory costs too much; with larger ones,
 /// too much is read again after a connection is lost.
 pub const SLOT_SIZES: std::ops::RangeInclusive<u64> = 64 << 10..=64 << 20;
@@ -214,6 +222,8 @@ impl Options {
             max_replicas: 64,
             at_once: None,
             no_fork: false,
+            first: None,
+            fork_after: DEFAULT_FORK_AFTER,
             tables: TableOptions::default(),
             eager: false,
             file: None,

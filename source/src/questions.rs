@@ -71,7 +71,7 @@ pub(super) struct Questions {
     /// The sessions that have asked for the status.
     reports: BTreeMap<Session, Report>,
     /// The number of this process, for offers.
-    process: u64,
+    pub(super) process: u64,
     /// When the source's facts were read last.
     learned: Option<Instant>,
     /// Why the server has not answered the last question about them.

@@ -276,7 +276,10 @@ pub(super) fn keep(source: &mut Source) {
     let Some(store) = &source.keeper.store else { return };
     let status = source.machine.status();
     let whole = status.snapshot.zip(status.stream).and_then(|(snapshot, stream)| match snapshot.stage {
-        Stage::Sealed { origin, bytes } if source.tables.retained && origin.history == stream.history => {
+        // A copy is made again from the first source.
+        Stage::Sealed { origin, bytes }
+            if source.tables.retained && source.tables.copied.is_none() && origin.history == stream.history =>
+        {
             Some((snapshot, origin, bytes, stream))
         }
         _ => None,

@@ -60,7 +60,8 @@ pub(super) fn in_short(source: &Source) -> String {
         1 => "1 replica has joined".to_owned(),
         count => format!("{count} replicas have joined"),
     };
-    format!("{snapshot}; {replicas}; {} made so far", status.replicas_done)
+    let standby = source.standby.as_ref().map_or(String::new(), |standby| format!("{}; ", standby.words(source)));
+    format!("{standby}{snapshot}; {replicas}; {} made so far", status.replicas_done)
 }
 
 fn generation_status(source: &Source, now: Instant) -> Option<GenerationStatus> {
@@ -169,6 +170,10 @@ pub(super) fn serve(listener: TcpListener, incoming: mpsc::Sender<Incoming>) -> 
 /// Answers a scrape, after the server was asked how it is.
 pub(super) fn answer(source: &Source, mut scrape: Scrape) {
     let (report, rate) = (report(source), source.rate.bytes_per_second());
+    let copy = source.standby.as_ref().map(|_| Copy {
+        is_whole: source.machine.status().snapshot.is_some_and(|snapshot| snapshot.is_sealed()),
+        journal_end: source.machine.status().stream.map(|_| source.gauge.journal().1),
+    });
     let (client, server) = (source.questions.client.clone(), source.captured.server());
     tokio::spawn(async move {
         let asked = tokio::time::timeout(SERVER_LIMIT, ask(&client, &server)).await;
@@ -178,6 +183,7 @@ pub(super) fn answer(source: &Source, mut scrape: Scrape) {
             Err(_) => Err(format!("{} does not answer within {} s", server.url(), SERVER_LIMIT.as_secs())),
         };
         show(&mut scrape.families, &report, facts.as_ref().ok(), rate);
+        show_copy(&mut scrape.families, copy, facts.as_ref().ok());
         let preparing = Some(format!("the source is {}", report.preparing)).filter(|_| !report.preparing.is_empty());
         scrape.report = Some(Box::new(report));
         scrape.answer(match &facts {
@@ -186,6 +192,21 @@ pub(super) fn answer(source: &Source, mut scrape: Scrape) {
             Err(why) => Some(why.clone()),
         });
     });
+}
+
+/// What a standby has.
+struct Copy {
+    is_whole: bool,
+    /// The newest byte of the stream; `None` without a stream.
+    journal_end: Option<u64>,
+}
+
+fn show_copy(families: &mut Families, copy: Option<Copy>, facts: Option<&Facts>) {
+    let Some(copy) = copy else { return };
+    families.whether(&all::STANDBY_COPY, copy.is_whole);
+    if let (Some(end), Some(offset)) = (copy.journal_end, facts.and_then(|facts| facts.offset)) {
+        families.number(&all::STANDBY_LAG, offset.saturating_sub(end));
+    }
 }
 
 /// `facts`: `None` if the server does not answer. `rate`: bytes that its clients write per second.

@@ -31,6 +31,14 @@ impl Exported {
     }
 }
 
+/// Which table of another source is copied.
+pub(super) struct Copied {
+    pub(super) generation: u64,
+    pub(super) geometry: Geometry,
+    /// That of the table for other hosts, if it is ciphertext.
+    pub(super) key: Option<SealKey>,
+}
+
 /// The memory of the two tables, which one generation after the other uses.
 pub(super) struct Tables {
     pub(super) snapshot: (Arc<Memory>, Geometry),
@@ -39,6 +47,8 @@ pub(super) struct Tables {
     pub(super) remote: Option<RemoteTables>,
     /// Whether no slot of the current snapshot is reused ([`TableOffer::retained`]).
     pub(super) retained: bool,
+    /// The generation of the current snapshot, if it is a copy of another source's.
+    pub(super) copied: Option<u64>,
     /// A snapshot was larger than the server's INFO suggested. Later snapshots are windowed.
     pub(super) outgrown: bool,
     /// The log says that snapshots are windowed.
@@ -75,7 +85,7 @@ impl Tables {
             }
             false => None,
         };
-        Ok(Tables { snapshot, journal, remote, retained: false, outgrown: false, is_window_told: false })
+        Ok(Tables { snapshot, journal, remote, retained: false, copied: None, outgrown: false, is_window_told: false })
     }
 
     /// Prepares the snapshot's memory for another generation. With `fresh`, a reader may still use the current memory.
@@ -88,21 +98,48 @@ impl Tables {
         facts: &Facts,
         fresh: bool,
     ) -> Result<Option<Exported>, Failure> {
-        let mut replaced = None;
-        if fresh && self.retained {
-            let slot_size = self.snapshot.1.slot_size;
-            let budget = self.snapshot.0.length();
-            tracing::debug!(memory = %options.tables.memory, "a replica disconnected while it was reading; allocating new memory for the snapshot");
-            let fresh = table("remora-snapshot", within(budget, slot_size)?, module_writes(&options.module))?;
-            let former = self.memory(SNAPSHOT_REGION);
-            if let Some(remote) = &mut self.remote {
-                remote.snapshot = remote_memory("remora-sealed", &fresh.1)?;
-            }
-            self.snapshot = fresh;
-            replaced = Some(former);
-        }
+        let own = self.own_shape(options).map_err(Failure::refused)?;
+        let replaced = self.renew(options, own, fresh)?;
+        self.copied = None;
         self.retained = !self.is_windowed_for(facts);
         Ok(replaced)
+    }
+
+    /// The same for a copy of another source's table.
+    pub(super) fn prepare_copy(
+        &mut self,
+        options: &Options,
+        copied: Copied,
+        fresh: bool,
+    ) -> Result<Option<Exported>, Failure> {
+        let replaced = self.renew(options, copied.geometry, fresh)?;
+        if let Some(seals) = self.remote.as_mut().and_then(|remote| remote.seals.as_mut()) {
+            seals.copied = copied.key.map(|key| (copied.generation, key));
+        }
+        self.copied = Some(copied.generation);
+        self.retained = true;
+        Ok(replaced)
+    }
+
+    /// Replaces the snapshot's memory, if a reader may still use it or it has another shape.
+    fn renew(&mut self, options: &Options, shape: Geometry, fresh: bool) -> Result<Option<Exported>, Failure> {
+        if !(fresh && self.retained) && self.snapshot.1 == shape {
+            return Ok(None);
+        }
+        tracing::debug!(memory = %options.tables.memory, "a reader may still use the snapshot's memory, or it has another shape; allocating new memory");
+        let fresh = table("remora-snapshot", shape, module_writes(&options.module))?;
+        let former = self.memory(SNAPSHOT_REGION);
+        if let Some(remote) = &mut self.remote {
+            remote.snapshot = remote_memory("remora-sealed", &fresh.1)?;
+        }
+        self.snapshot = fresh;
+        Ok(Some(former))
+    }
+
+    /// The shape of the snapshot's table as the options say.
+    pub(super) fn own_shape(&self, options: &Options) -> Result<Geometry, String> {
+        let shares = Shares::of(&Wanted::of(&options.tables, self.is_sealed()));
+        shares.map(|shares| shares.snapshot).map_err(|failure| failure.message)
     }
 
     /// Whether a snapshot of this server is larger than its table, so that slots are reused.
@@ -443,6 +480,8 @@ pub(super) struct Seals {
     /// Drawn when the source starts.
     journal_secret: [u8; SealKey::SECRET_BYTES],
     algorithm: Algorithm,
+    /// The key of a snapshot that is a copy of another source's, and its generation.
+    copied: Option<(u64, SealKey)>,
 }
 
 /// A snapshot for replicas on other hosts, as its capture needs it.
@@ -502,7 +541,7 @@ impl Seals {
             Ok::<_, Failure>(secret)
         };
         let (snapshot_secret, journal_secret) = (secret()?, secret()?);
-        Ok(Seals { journal, snapshot_secret, journal_secret, algorithm: Algorithm::best() })
+        Ok(Seals { journal, snapshot_secret, journal_secret, algorithm: Algorithm::best(), copied: None })
     }
 
     /// The snapshot was sealed by a former process.
@@ -511,6 +550,11 @@ impl Seals {
     }
 
     fn key(&self, id: RegionId) -> SealKey {
+        if let Some((generation, key)) = &self.copied
+            && id == (RegionId { generation: *generation, region: SNAPSHOT_REGION })
+        {
+            return key.clone();
+        }
         let mut label = [0; 12];
         label[..8].copy_from_slice(&id.generation.to_le_bytes());
         label[8..].copy_from_slice(&id.region.to_le_bytes());

@@ -143,6 +143,7 @@ pub(crate) const RARE: &[(&str, &[&str])] = &[
         "the server asks clients of the link for certificates, or reaches the agent at another address only",
         &["link-client-ca"],
     ),
+    ("a second source must go on when the first dies", &["standby-of", "fork-after"]),
     ("someone looks for a fault of the module or of fast keys", &["module-load", "module-walk-from", "fast-keys"]),
     ("the server's user cannot reach the usual folder", &["module-socket-folder"]),
     ("the source's memory must be divided differently", &["journal-memory", "slot-size"]),

@@ -97,10 +97,23 @@ pub struct SourceArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "load_module", help_heading = "Snapshot")]
     pub from_file: Option<PathBuf>,
 
-    /// Never have the primary fork for a snapshot: it comes from --from-file, or by `--module-capture sweep`. Where
+    /// Never have the primary fork for a snapshot: it comes from --from-file, from the source of
+    /// --standby-of, or by `--module-capture sweep`. Where
     /// that cannot be, replicas wait, and the log says why.
     #[arg(long, help_heading = "Snapshot")]
     pub no_fork: bool,
+
+    /// Stand by for this other source of the same primary: copy each of its snapshots while it is taken or kept, and
+    /// serve it under the same number, so that readers whose source is lost go on here at the slot where they are. The
+    /// stream behind it comes from the server here. Both need the same --memory, --security and --compress. The first
+    /// tells its readers of this address.
+    #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["from_file", "eager"], help_heading = "Snapshot")]
+    pub standby_of: Option<HostPort>,
+
+    /// With --standby-of: how long a replica waits for a snapshot of the first source before the server here is asked
+    /// for one. With --no-fork it never is.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = parse_duration, requires = "standby_of", help_heading = "Snapshot")]
+    pub fork_after: Duration,
 
     /// A snapshot older than this is not given to new joiners: the next one that joins starts a new snapshot. At least
     /// 1s.
@@ -410,6 +423,8 @@ impl SourceArgs {
             eager: self.eager,
             file: self.from_file.clone().map(|path| SourceFile { path, open: open_file }),
             no_fork: self.no_fork,
+            first: self.standby_of.clone(),
+            fork_after: self.fork_after,
             max_age: self.max_age,
             tuning: TuningOptions { is_wanted: self.tune.tune_server, state_dir: self.tune.state_dir.clone() },
             fork_interval: self.limits.fork_interval,
@@ -465,6 +480,9 @@ Examples:
       --security mtls --cert source.pem --key source.key --ca ca.pem
   With the snapshot from a file, and the stream behind it from the primary:
     remora source --server redis://10.0.0.5:6379 --token-file token --from-file dump.rdb
+  As the standby of the source on another host, without a fork:
+    remora source --server redis://10.0.0.5:6379 --listen 10.0.0.6:7379 --token-file token \\
+      --standby-of 10.0.0.5:7379 --no-fork
   Beside a replica of the group that three Sentinels watch, wherever it is:
     remora source --sentinel 10.0.0.1:26379,10.0.0.2:26379,10.0.0.3:26379 \\
       --sentinel-name mymaster --listen 10.0.0.5:7379 --token-file token

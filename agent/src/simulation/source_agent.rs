@@ -101,6 +101,7 @@ impl SourceAgent {
             slot_bytes: 1 << 20,
             repeat_messages: Duration::ZERO,
             at_once: options.at_once,
+            standby: None,
         };
         let backoff = Backoff::seeded(world.draw.next());
         let first_generation = (index as u64 + 1) * 1000;

@@ -51,6 +51,7 @@ mod sentinel;
 mod server;
 mod service;
 mod sources;
+mod standby;
 mod status;
 mod strangers;
 mod sweep;

@@ -26,11 +26,13 @@ pub(crate) enum Method {
     FastWalked,
     /// The module in the server's own process writes all of it, without a fork.
     Swept,
+    /// It is a copy of another source's.
+    Copied,
 }
 
 impl Method {
-    pub(crate) const ALL: [Method; 5] =
-        [Method::Psync, Method::Eased, Method::Walked, Method::FastWalked, Method::Swept];
+    pub(crate) const ALL: [Method; 6] =
+        [Method::Psync, Method::Eased, Method::Walked, Method::FastWalked, Method::Swept, Method::Copied];
 }
 
 impl fmt::Display for Method {
@@ -41,6 +43,7 @@ impl fmt::Display for Method {
             Method::Walked => "the module",
             Method::FastWalked => "the module, fast keys",
             Method::Swept => "the module, without a fork",
+            Method::Copied => "a copy of another source's",
         })
     }
 }

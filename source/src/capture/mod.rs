@@ -32,11 +32,13 @@
 //! - [`Plan`]: what a capture is given; [`CaptureEvent`]: what it reports. `method`: how it takes the snapshot.
 //! - `snapshot`: the snapshot's bytes, as the server sends them or from a file, and the thread that seals them.
 //! - `with_module`: the other way, in which the server's child writes into the table, and the server the rest.
+//! - `copied`: a third way, in which the snapshot is a copy of another source's.
 //! - `sweep`: a way without a fork, in which the module writes all of it and sends it to the capture.
 //! - `stream`: the stream behind it, into the journals.
 //! - `psync_link` drives every handshake, on a connection that owns what was read ahead of it. Its `Pieces` stand
 //!   in place of a server in tests and in the simulation.
 
+mod copied;
 mod method;
 pub(crate) mod psync_link;
 #[cfg(test)]
@@ -57,6 +59,7 @@ use remora_redis::psync::client;
 use remora_table::{Geometry, State};
 use tokio::sync::mpsc::UnboundedSender;
 
+pub(crate) use self::copied::Offered;
 pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
 use self::psync_link::Silence;
 pub use self::snapshot::Intake;
@@ -188,6 +191,8 @@ pub(crate) struct Plan {
     pub(crate) server: Server,
     /// The file that has the snapshot. `None`: the server takes it.
     pub(crate) file: Option<Arc<SnapshotFile>>,
+    /// The other source whose snapshot is copied. `None`: none is.
+    pub(crate) first: Option<Arc<Offered>>,
     /// What is changed at the server until it has forked.
     pub(crate) tuning: Arc<Tuning>,
     /// The server that the source captures at any time, where the stream is resumed.
@@ -289,6 +294,9 @@ pub enum CaptureError {
     /// The snapshot's file cannot be used, or the server does not continue behind it.
     #[error("{0}")]
     File(String),
+    /// The snapshot of the first source cannot be copied. Another attempt follows with another offer.
+    #[error("the copy of the first source's snapshot: {0}")]
+    First(String),
     /// The server no longer has the byte that the journal needs next.
     #[error("the server's backlog no longer reaches back to where the stream broke, or its history is another one")]
     HistoryGone,
@@ -338,6 +346,7 @@ impl CaptureError {
             | CaptureError::ServerEnds
             | CaptureError::Module(_)
             | CaptureError::NeedsFork(_)
+            | CaptureError::First(_)
             | CaptureError::Panicked(_)
             | CaptureError::HistoryChanged { .. } => true,
             CaptureError::HistoryGone

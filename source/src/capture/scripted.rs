@@ -113,6 +113,7 @@ impl Rig {
             is_examined: false,
             server,
             file: None,
+            first: None,
             tuning: Arc::new(Tuning::new(&TuningOptions::default())),
             reader_version: None,
             may_import_slots: false,

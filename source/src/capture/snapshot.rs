@@ -121,8 +121,18 @@ impl<'c> Taking<'c> {
 
     /// Seals the snapshot without its last `trim` bytes, and reports it to the source's loop.
     pub(super) fn complete(mut self, trim: u64) -> Result<(), CaptureError> {
+        let sealing = self.sealing.take();
+        self.complete_as(trim, || sealing.map_or(Ok(()), Sealing::finish))
+    }
+
+    /// The same for a snapshot that this thread seals: `seal` does the rest of it.
+    pub(super) fn complete_with(self, seal: impl FnOnce() -> Result<(), CaptureError>) -> Result<(), CaptureError> {
+        self.complete_as(0, seal)
+    }
+
+    fn complete_as(mut self, trim: u64, seal: impl FnOnce() -> Result<(), CaptureError>) -> Result<(), CaptureError> {
         let bytes = self.writer.finish(trim)?;
-        self.sealing.take().map_or(Ok(()), Sealing::finish)?;
+        seal()?;
         self.is_complete = true;
         let plan = &self.capture.plan;
         plan.gauge.snapshot_at(&self.writer);
@@ -596,7 +606,7 @@ impl Capture {
 
 /// A time before anything that still plays a part. A host that has just started has no such time: then its first one,
 /// nearly.
-fn long_ago(now: Instant) -> Instant {
+pub(super) fn long_ago(now: Instant) -> Instant {
     (0..32_u32).find_map(|halves| now.checked_sub(A_DAY / 2_u32.saturating_pow(halves))).unwrap_or(now)
 }
 

@@ -86,6 +86,9 @@ impl Capture {
         let gauge = &self.plan.gauge;
         gauge.set_method(Method::Psync);
         gauge.set_no_fast_keys("");
+        if let Some(first) = &self.plan.first {
+            return self.take_copy(first);
+        }
         if let Some(file) = &self.plan.file {
             return self.take_file(file);
         }

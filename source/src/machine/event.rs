@@ -35,6 +35,9 @@ pub struct Rules {
     pub slot_bytes: u64,
     /// How many replicas may read a snapshot and load it at the same time; `None`: all.
     pub at_once: Option<NonZeroU32>,
+    /// Set if the source stands by for another one: how long a replica waits for one of that source's snapshots before
+    /// the server is asked for one. `Duration::MAX`: it is never asked.
+    pub standby: Option<Duration>,
 }
 
 /// What happened.
@@ -43,6 +46,10 @@ pub struct Rules {
 pub enum Event {
     /// An authenticated replica asks for a snapshot.
     Joined { session: Session, name: String, address: String, resume: Option<Resume>, reads: Format },
+    /// An authenticated standby asks for a copy of each snapshot whose slots are all kept.
+    StandbyJoined { session: Session, name: String, address: String },
+    /// A source that this one stands by for has a snapshot, which is copied in place of one from the server.
+    Copied { generation: u64 },
     /// A replica reports its progress.
     Progress { session: Session, at: Report },
     /// A replica has left, timed out or lost its connection. `done`: it was handed over.
@@ -260,6 +267,8 @@ pub struct Replica {
     pub(super) turn_since: Option<Instant>,
     /// Its stream has ended and its server has loaded the snapshot: it goes to the primary and needs no other snapshot.
     pub(super) sent_away: bool,
+    /// It is a standby: no snapshot is taken or kept for it.
+    pub is_standby: bool,
 }
 
 impl Replica {
@@ -291,6 +300,11 @@ impl Replica {
     /// Whether its server has loaded the snapshot and needs the stream only.
     pub(super) fn has_loaded(&self) -> bool {
         self.at.phase > Phase::Load
+    }
+
+    /// Whether it waits for a snapshot.
+    pub(super) fn waits(&self) -> bool {
+        self.generation.is_none() && !self.sent_away
     }
 
     /// Whether it still needs slots of the snapshot.
@@ -362,8 +376,7 @@ impl<'a> Status<'a> {
 
     /// The replicas that wait for a snapshot.
     pub fn waiting(&self) -> impl Iterator<Item = Session> + use<'a> {
-        let waits = |replica: &Replica| replica.generation.is_none() && !replica.sent_away;
-        self.replicas.iter().filter(move |(_, replica)| waits(replica)).map(|(&session, _)| session)
+        self.replicas.iter().filter(|(_, replica)| replica.waits() && !replica.is_standby).map(|(&session, _)| session)
     }
 
     /// The history of the stream that this replica was offered last.

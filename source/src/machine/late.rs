@@ -128,6 +128,7 @@ mod tests {
                 slot_bytes: 1 << 20,
                 repeat_messages,
                 at_once: None,
+                standby: None,
             };
             let now = Instant::now() + SECOND * 1000;
             let machine = Machine::new(now, rules, Backoff::seeded(1), 5, false);

@@ -142,6 +142,13 @@ impl Machine {
             Event::Joined { session, name, address, resume, reads } => {
                 self.join(now, session, (name, address), resume, reads, &mut actions);
             }
+            Event::StandbyJoined { session, name, address } => {
+                self.join(now, session, (name, address), None, Format::Own, &mut actions);
+                if let Some(replica) = self.replicas.get_mut(&session) {
+                    replica.is_standby = true;
+                }
+            }
+            Event::Copied { generation } => self.copy(now, generation, &mut actions),
             Event::Progress { session, at } => {
                 if !self.progress(now, session, at) {
                     self.allow_retiring(&mut actions);
@@ -200,6 +207,7 @@ impl Machine {
             advanced: now,
             turn_since: None,
             sent_away: false,
+            is_standby: false,
         };
         let before = self.replicas.insert(session, replica);
         // Its server may still read what was lent to it of the snapshot that it leaves.
@@ -331,6 +339,7 @@ impl Machine {
         let Some(snapshot) = self.snapshot.take() else { return };
         let generation = snapshot.generation;
         actions.push(Action::RevokeSnapshot { generation });
+        self.free_standbys();
         for (&session, replica) in &mut self.replicas {
             if replica.is_reading() && replica.generation == Some(generation) {
                 self.unfinished = true;
@@ -375,6 +384,7 @@ impl Machine {
     fn end_snapshot(&mut self, actions: &mut Vec<Action>) {
         let Some(snapshot) = self.snapshot.take() else { return };
         actions.push(Action::RevokeSnapshot { generation: snapshot.generation });
+        self.free_standbys();
         if !snapshot.is_sealed() {
             actions.push(Action::StopCapture { generation: snapshot.generation });
         }
@@ -390,6 +400,13 @@ impl Machine {
                 let text = text.to_string();
                 actions.push(Action::GenerationGone { session, generation, text });
             }
+        }
+    }
+
+    /// Standbys that have copied the snapshot, which has ended, wait for the next one. They keep what they have.
+    fn free_standbys(&mut self) {
+        for replica in self.replicas.values_mut().filter(|replica| replica.is_standby && !replica.is_reading()) {
+            replica.generation = None;
         }
     }
 
@@ -422,7 +439,8 @@ impl Machine {
     fn drop_stalled(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let Some(snapshot) = &self.snapshot else { return };
         let is_sealed = snapshot.is_sealed();
-        let others_wait = is_sealed && self.waiting().iter().any(|&session| !self.can_serve(now, session));
+        let needs_another = |session: &Session| !self.can_serve(now, *session) && !self.is_standby(*session);
+        let others_wait = is_sealed && self.waiting().iter().any(needs_another);
         let given = (&self.rules, self.reading);
         for (session, text) in find(now, given, (is_sealed, others_wait), &mut self.replicas) {
             self.replicas.remove(&session);
@@ -433,9 +451,7 @@ impl Machine {
 
     /// The replicas that wait, in the order in which they joined first.
     fn waiting(&self) -> Vec<Session> {
-        let waits = |(&session, replica): (&Session, &Replica)| {
-            (replica.generation.is_none() && !replica.sent_away).then_some((replica.since, session))
-        };
+        let waits = |(&session, replica): (&Session, &Replica)| replica.waits().then_some((replica.since, session));
         let mut waiting: Vec<(Instant, Session)> = self.replicas.iter().filter_map(waits).collect();
         waiting.sort_unstable();
         waiting.into_iter().map(|(_, session)| session).collect()
@@ -463,7 +479,7 @@ impl Machine {
                 let code = RefusalCode::HistoryGone;
                 let text = "the journal does not hold what this replica's server needs next".to_string();
                 actions.push(Action::Drop { session, code, text });
-            } else {
+            } else if !self.is_standby(session) {
                 unserved.push(session);
             }
         }
@@ -500,6 +516,10 @@ impl Machine {
             let (cause, text) = reason;
             actions.push(Action::Wait { session, cause, text });
         }
+    }
+
+    fn is_standby(&self, session: Session) -> bool {
+        self.replicas.get(&session).is_some_and(|replica| replica.is_standby)
     }
 
     fn needs_turn(&self, session: Session) -> bool {
@@ -539,7 +559,12 @@ impl Machine {
         let first_needed = held.map_or(0, |resume| resume.held_slots);
         // Slots that the writer may reuse count as reused.
         let first_held = self.reading.retired.max(self.retire_below);
+        if replica.is_some_and(|replica| replica.is_standby) {
+            let has_all = !self.reading.is_windowed && first_held == 0;
+            return has_all && origin.history == stream.history && journal_first <= origin.offset + 1;
+        }
         let reads_it = snapshot.format == Format::Shared
+            || held.is_some()
             || self.replicas.get(&session).is_some_and(|replica| replica.reads == Format::Own);
         origin.history == stream.history
             && reads_it
@@ -568,6 +593,9 @@ impl Machine {
                         old one have gone to the primary";
             return Some((WaitCause::Busy, text.to_string()));
         }
+        if let Some(why) = self.waits_for_the_first(now) {
+            return Some((WaitCause::NotYet, why));
+        }
         match &self.snapshot {
             None => self.forks.why_not(),
             Some(Snapshot { stage: Stage::Asked, .. }) => {
@@ -584,19 +612,60 @@ impl Machine {
         }
     }
 
+    /// Why a standby does not ask its server for a snapshot yet; `None` if it does, or is no standby.
+    fn waits_for_the_first(&self, now: Instant) -> Option<String> {
+        let limit = self.rules.standby?;
+        let waits = |replica: &&Replica| replica.waits() && !replica.is_standby;
+        let longest = self.replicas.values().filter(waits).map(|replica| now.duration_since(replica.joined)).max();
+        if longest.is_some_and(|waited| waited >= limit) {
+            return None;
+        }
+        let after = match limit {
+            Duration::MAX => "asks its own server for none (--no-fork)".to_owned(),
+            limit => format!("asks its own server for one after {} s (--fork-after)", limit.as_secs()),
+        };
+        Some(format!(
+            "this source is a standby without a snapshot that serves; it waits for one of the source that it stands by for, and {after}"
+        ))
+    }
+
     fn begin(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let generation = self.next_generation;
+        let waits_for_shared = |replica: &Replica| replica.waits() && replica.reads == Format::Shared;
+        let format = if self.replicas.values().any(waits_for_shared) { Format::Shared } else { Format::Own };
+        self.begin_as(now, (generation, format), None, actions);
+    }
+
+    /// Begins to copy this snapshot of another source, unless readers still need the present one.
+    fn copy(&mut self, now: Instant, generation: u64, actions: &mut Vec<Action>) {
+        if self.can_copy(generation) {
+            // Which format it is in is not told. The primary has not forked for it here.
+            self.begin_as(now, (generation, Format::Own), Some(now), actions);
+        }
+    }
+
+    /// Whether a snapshot of another source can take the place of the present one.
+    pub fn can_copy(&self, generation: u64) -> bool {
+        let is_free =
+            self.snapshot.as_ref().is_none_or(|present| present.is_sealed() && present.generation != generation);
+        is_free && self.ending.is_none() && !self.replicas.values().any(Replica::is_reading)
+    }
+
+    fn begin_as(
+        &mut self,
+        now: Instant,
+        (generation, format): (u64, Format),
+        forked: Option<Instant>,
+        actions: &mut Vec<Action>,
+    ) {
         if let Some(old) = self.snapshot.take() {
             actions.push(Action::RevokeSnapshot { generation: old.generation });
+            self.free_standbys();
         }
-        let generation = self.next_generation;
-        self.next_generation += 1;
+        self.next_generation = self.next_generation.max(generation + 1);
         self.retry = None;
         self.retire_below = 0;
-        let waits_for_shared =
-            |replica: &Replica| replica.generation.is_none() && !replica.sent_away && replica.reads == Format::Shared;
-        let format = if self.replicas.values().any(waits_for_shared) { Format::Shared } else { Format::Own };
-        self.snapshot =
-            Some(Snapshot { generation, stage: Stage::Asked, format, asked: now, forked: None, sealed: None });
+        self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, format, asked: now, forked, sealed: None });
         self.unread_since = now;
         let with_stream = self.stream.is_none();
         let fresh = std::mem::take(&mut self.unfinished);
@@ -606,7 +675,7 @@ impl Machine {
     /// Releases what no replica uses: a full ring holds up the primary, and waiting replicas that lack its first slots;
     /// a snapshot that is too old to be offered, or a stream, costs the primary a connection.
     fn release_unused(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        let is_idle = self.replicas.is_empty();
+        let is_idle = self.replicas.values().all(|replica| replica.is_standby);
         let Some(snapshot) = &self.snapshot else {
             if is_idle {
                 self.end_stream("the last snapshot failed, and no replica uses the stream any more", actions);
@@ -785,6 +854,7 @@ mod kept_tests {
             slot_bytes: 1 << 20,
             repeat_messages: Duration::ZERO,
             at_once: None,
+            standby: None,
         };
         let mut machine = Machine::new(now, rules, Backoff::seeded(1), 5, false);
         let history = "a".repeat(40).parse().unwrap();

@@ -21,6 +21,7 @@ const RULES: Rules = Rules {
     slot_bytes: 1 << 20,
     repeat_messages: Duration::ZERO,
     at_once: None,
+    standby: None,
 };
 
 /// The number of events in one run.

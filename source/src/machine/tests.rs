@@ -20,6 +20,7 @@ const RULES: Rules = Rules {
     slot_bytes: 1 << 20,
     repeat_messages: Duration::ZERO,
     at_once: None,
+    standby: None,
 };
 
 const FIRST: u64 = 100;
@@ -954,6 +955,88 @@ fn nobody_waits_for_a_turn_where_that_would_cost_a_fork() {
     let mut bench = with_turns(1);
     bench.reading.is_windowed = true;
     assert_eq!((offers(&bench.join(1)), offers(&bench.join(2))), (vec![1], vec![2]));
+}
+
+/// A standby joins.
+fn stands_by(bench: &mut Bench, session: Session) -> Vec<Action> {
+    let (name, address) = ("standby".to_owned(), String::new());
+    bench.event(Event::StandbyJoined { session, name, address })
+}
+
+#[test]
+fn no_snapshot_is_taken_for_a_standby_and_each_whole_one_is_offered_to_it() {
+    let mut bench = Bench::new();
+    assert_eq!(stands_by(&mut bench, 7), []);
+    assert_eq!(bench.after(Duration::from_secs(600)), []);
+    assert_eq!(begins(&bench.join(1)), Some((FIRST, true)));
+    assert_eq!(offers(&bench.started(FIRST, replid(1), 10)), [7, 1]);
+    bench.completed(FIRST);
+    bench.progress(7, Phase::Stay, 9);
+    bench.event(Event::Gone { session: 1, done: true });
+    // Its age is the standby's to judge, and it is no reason to keep the snapshot.
+    assert_eq!(offers(&stands_by(&mut bench, 8)), [8]);
+    bench.progress(8, Phase::Stay, 9);
+    let actions = bench.after(RULES.max_age + RETURN_LIMIT);
+    assert!(actions.contains(&Action::RevokeSnapshot { generation: FIRST }), "{actions:?}");
+    assert_eq!(bench.after(RULES.max_age), []);
+    // The next one.
+    assert!(begins(&bench.join(2)).is_some());
+    let mut next = offers(&bench.started(FIRST + 1, replid(1), 60));
+    next.sort_unstable();
+    assert_eq!(next, [2, 7, 8]);
+}
+
+#[test]
+fn a_standby_that_has_the_old_snapshot_gets_the_next_one_and_a_windowed_one_is_not_for_it() {
+    let mut bench = Bench::with_snapshot();
+    stands_by(&mut bench, 7);
+    bench.progress(7, Phase::Stay, 9);
+    bench.after(RULES.max_age + Duration::from_secs(1));
+    // Nobody but the standby was there, so the stream has ended too.
+    assert_eq!(begins(&bench.join(2)), Some((FIRST + 1, true)));
+    bench.reading.is_windowed = true;
+    assert_eq!(offers(&bench.started(FIRST + 1, replid(1), 60)), [2]);
+    bench.reading.is_windowed = false;
+    assert_eq!(offers(&bench.after(Duration::ZERO)), [7]);
+}
+
+/// The machine of a standby whose replicas wait for so long.
+fn standby(limit: Duration) -> Bench {
+    Bench::with(Rules { standby: Some(limit), ..RULES }, false)
+}
+
+#[test]
+fn a_standby_serves_copies_under_their_own_numbers_and_asks_its_server_for_nothing() {
+    let mut bench = standby(Duration::MAX);
+    let told = bench.join(1);
+    assert!(matches!(&told[..], [Action::Wait { text, .. }] if text.contains("--no-fork")), "{told:?}");
+    assert_eq!(bench.after(Duration::from_secs(900)), []);
+    let copy = bench.event(Event::Copied { generation: 5000 });
+    assert_eq!(begins(&copy), Some((5000, true)));
+    assert_eq!(offers(&bench.started(5000, replid(1), 10)), [1]);
+    bench.completed(5000);
+    assert!(bench.event(Event::Copied { generation: 5001 }).is_empty(), "a replica reads");
+    bench.progress(1, Phase::Stay, 9);
+    assert_eq!(begins(&bench.event(Event::Copied { generation: 5001 })), Some((5001, false)));
+    assert_eq!(bench.machine.forks.why_not(), None, "its server has not forked");
+    // A reader that comes from the first source with a part of it, whatever the format of its server.
+    bench.journal_at(11, 100);
+    bench.started(5001, replid(1), 60);
+    let (name, address, reads) = (String::new(), String::new(), Format::Shared);
+    let resume = Some(Resume { generation: 5001, held_slots: 4, loaded: None });
+    let joined = bench.event(Event::Joined { session: 2, name, address, resume, reads });
+    assert_eq!(offers(&joined), [2]);
+    assert_eq!(bench.machine.status().replica(2).unwrap().at.slots_below, 4);
+}
+
+#[test]
+fn a_standby_asks_its_server_once_a_replica_has_waited_for_so_long() {
+    let limit = Duration::from_secs(30);
+    let mut bench = standby(limit);
+    bench.after(limit * 3);
+    assert_eq!(begins(&bench.join(1)), None);
+    assert_eq!(begins(&bench.after(limit - Duration::from_secs(1))), None);
+    assert_eq!(begins(&bench.after(Duration::from_secs(1))), Some((FIRST, true)));
 }
 
 /// The time of the processor for one report, the least of `ROUNDS` rounds, in which each of `replicas` readers of a full

@@ -10,10 +10,12 @@
 //! Both tables have the same geometry. The writer of the plain one must not reuse a slot that is not sealed yet; the
 //! place of a slot in the sealed table is reused when the plain one has reused it.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use remora_fabric::{Memory, memory::crc};
 
+use super::slot::Encoded;
 use super::writer::lay_out;
 use crate::{
     encoding::{Encoder, Method},
@@ -31,6 +33,8 @@ pub struct SnapshotSealer {
     seal: Option<Arc<Seal>>,
     /// Of a table with compressed slots.
     encoder: Option<Encoder>,
+    /// The next slots as another source has stored them, if they are copied from one.
+    copied: Option<VecDeque<Option<Encoded>>>,
     /// How the next slots are compressed.
     method: Option<Method>,
     publisher: Publisher<Arc<Memory>>,
@@ -104,12 +108,26 @@ impl SnapshotSealer {
             geometry,
             seal,
             encoder,
+            copied: None,
             method: None,
             publisher,
             next: 0,
             scratch: Vec::new(),
             last: None,
         })
+    }
+
+    /// The table becomes the same bytes as another source's, whose key and identity it has: each slot is stored as it
+    /// was there ([`store_as`](Self::store_as)). Under each nonce the key seals the same bytes as before.
+    pub fn as_a_copy(self) -> SnapshotSealer {
+        SnapshotSealer { copied: Some(VecDeque::new()), ..self }
+    }
+
+    /// How another source has stored the next slot of a copy that was not named yet: `None`, not compressed.
+    pub fn store_as(&mut self, encoded: Option<Encoded>) {
+        if let Some(copied) = &mut self.copied {
+            copied.push_back(encoded);
+        }
     }
 
     /// The next slots are compressed by this method, if that saves a tenth of them. Without effect unless the table has
@@ -165,6 +183,22 @@ impl SnapshotSealer {
         self.publisher.line().state
     }
 
+    /// Replaces the plain bytes of the next slot by those that are stored, and returns how these are compressed and how
+    /// they were to be.
+    fn stored_form(&mut self, crc: u32) -> Result<(Option<Method>, Option<Method>), Error> {
+        if let Some(copied) = &mut self.copied {
+            let unnamed = Error::Misuse("a slot of a copy is sealed before it was said how it is stored");
+            let Some(Encoded { method, bytes }) = copied.pop_front().ok_or(unnamed)? else { return Ok((None, None)) };
+            self.scratch = bytes.ok_or(Error::Misuse("a compressed slot of a copy comes without its stored bytes"))?;
+            return Ok((Some(method), Some(method)));
+        }
+        let wanted = self.method.filter(|_| self.encoder.is_some());
+        let (Some(encoder), Some(method)) = (&mut self.encoder, wanted) else { return Ok((None, wanted)) };
+        let Some(encoded) = encoder.encode(method, &self.scratch, crc)? else { return Ok((None, wanted)) };
+        std::mem::swap(encoded, &mut self.scratch);
+        Ok((Some(method), wanted))
+    }
+
     fn seal_slot(&mut self, retired: u64) -> Result<(), Error> {
         let number = self.next;
         let overrun = || Error::slot_overrun(number, retired.max(number + 1));
@@ -181,13 +215,8 @@ impl SnapshotSealer {
         if got != plain.crc {
             return Err(Error::Corrupt { slot: number, want: plain.crc, got });
         }
-        let wanted = self.method.filter(|_| self.encoder.is_some());
-        let encoded = match (&mut self.encoder, wanted) {
-            (Some(encoder), Some(method)) => encoder.encode(method, &self.scratch, plain.crc)?,
-            _ => None,
-        };
-        let method = wanted.filter(|_| encoded.is_some());
-        let bytes = encoded.unwrap_or(&mut self.scratch);
+        let (method, wanted) = self.stored_form(plain.crc)?;
+        let bytes = &mut self.scratch;
         let seal = self.seal.as_ref().map(|seal| seal.seal_slot(number, bytes)).transpose()?;
         if let Some(former) = number.checked_sub(u64::from(self.geometry.slots)) {
             self.publisher.retire(former + 1)?;

@@ -7,7 +7,7 @@ use remora_fabric::{Memory, memory::crc};
 use super::{
     FIRST_OFFSET, Random, identity, key, memory, origin,
     peer::{Faults, TornPeer},
-    sink,
+    seal_all, sink,
 };
 use crate::encoding::decode_kept;
 use crate::layout::{Entry, Identity};
@@ -15,8 +15,8 @@ use crate::publish::{Publisher, load_entry};
 use crate::seal::Seal;
 use crate::snapshot::lay_out;
 use crate::{
-    Error, Expectation, Geometry, JournalReader, JournalWriter, Kind, Method, SealKey, SnapshotCopy, SnapshotReader,
-    SnapshotSealer, SnapshotWriter, State, StoredSlot, Turn,
+    Encoded, Error, Expectation, Geometry, JournalReader, JournalWriter, Kind, Method, SealKey, SnapshotCopy,
+    SnapshotReader, SnapshotSealer, SnapshotWriter, State, StoredSlot, Turn,
 };
 
 const GEOMETRY: Geometry = Geometry { slot_size: 16 << 10, slots: 8 };
@@ -104,6 +104,46 @@ fn copy(region: &Arc<Memory>, expect: Expectation) -> (Arc<Memory>, Vec<u8>, Opt
         }
     }
     (memory, taken, None)
+}
+
+fn contents(memory: &Memory) -> Vec<u8> {
+    let mut bytes = vec![0; memory.length() as usize];
+    memory.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+/// Another source's table, copied by a reader of it: byte for byte the same, so that readers can go from one to the
+/// other at any slot.
+#[test]
+fn a_copy_under_the_same_key_is_the_same_bytes() {
+    for (seed, key) in [(1, None), (2, Some(key())), (3, Some(key()))] {
+        let bytes = Random(seed).text(7 * SLOT - 5, seed < 3);
+        let (plain, stored) = (memory(GEOMETRY.memory_len()), memory(GEOMETRY.memory_len()));
+        let mut writer = SnapshotWriter::create(Arc::clone(&plain), GEOMETRY, identity(Kind::Snapshot), 0).unwrap();
+        let sealer = |plain, stored: &Arc<Memory>| {
+            let identity = identity(Kind::Snapshot);
+            SnapshotSealer::create_compressed(plain, Arc::clone(stored), GEOMETRY, identity, key.as_ref()).unwrap()
+        };
+        let mut first = sealer(Arc::clone(&plain), &stored);
+        writer.append(&bytes).unwrap();
+        writer.finish(0).unwrap();
+        seal_all(&mut first);
+
+        let found = read(&stored, expect(key.as_ref()), true);
+        let (plain_copy, copy) = (memory(GEOMETRY.memory_len()), memory(GEOMETRY.memory_len()));
+        let identity = identity(Kind::Snapshot);
+        let mut writer = SnapshotWriter::create(Arc::clone(&plain_copy), GEOMETRY, identity, 0).unwrap();
+        let mut second = sealer(Arc::clone(&plain_copy), &copy).as_a_copy();
+        writer.append(&found.bytes).unwrap();
+        writer.finish(0).unwrap();
+        assert!(matches!(second.pump(), Err(Error::Misuse(_))), "it was not said how the first slot is stored");
+        for encoded in found.encoded {
+            second.store_as(encoded.map(|(method, bytes)| Encoded { method, bytes: Some(bytes) }));
+        }
+        while second.pump().unwrap() {}
+        assert_eq!((second.state(), contents(&plain_copy) == contents(&plain)), (State::Sealed, true));
+        assert!(contents(&copy) == contents(&stored), "seed {seed}");
+    }
 }
 
 #[test]

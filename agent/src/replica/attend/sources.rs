@@ -107,7 +107,7 @@ async fn ask_in_turn(
     loop {
         let mut args = args.clone();
         // One that is busy is not waited for: there is another one.
-        (args.read.source, args.read.retry_for) = (round.at().clone().into(), Duration::ZERO);
+        (args.read.source, args.read.retry_for) = (round.at().into(), Duration::ZERO);
         let attempt = ask_one(args, credentials.clone(), needs.clone(), kind.clone()).await;
         if let Some(answered) = round.outcome(attempt, |failure: &Failure| failure.passes) {
             let answered = answered?;

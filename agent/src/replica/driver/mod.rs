@@ -440,7 +440,7 @@ impl Driver {
         let progress = self.delivery.progress();
         let is_same = progress.snapshot.is_some_and(|id| id.origin.generation == offer.generation);
         let relay = self.relay.wish(progress.copy.filter(|_| is_same));
-        let (data_set, at) = (self.facts.data_set.clone(), self.args.read.source.present().clone());
+        let (data_set, at) = (self.facts.data_set.clone(), self.args.read.source.present());
         // It cannot be aborted, but it ends within the limits of the comparison and of the transports. Nothing is
         // reported to a driver that is gone.
         tokio::spawn(async move {
