@@ -1063,7 +1063,7 @@ mod tests {
 
     /// Schedules that `make test` plays, and `make test-all`.
     const SCHEDULES: usize = 1_000;
-    const MORE_SCHEDULES: usize = 20_000;
+    const MORE_SCHEDULES: usize = 10_000;
 
     /// How long the search for a fault may take. The schedules of half a minute's work last many minutes beside builds.
     const FOUND_WITHIN: Duration = Duration::from_secs(300);
