@@ -5,14 +5,12 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use remora_lab::server::wait_until;
-use remora_lab::workload::fill_every_type;
+use remora_lab::workload::{Options, Workload, fill_every_type};
 use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 use rustix::process::Signal;
 
-use crate::kit::{
-    LONG, Source, Stage, at_once, fill, kinds_and_module, number, primary, quick, says, steady_writer, succeeds, syncs,
-    with_or_without,
-};
+use crate::kit::{LONG, Source, Stage, at_once, fill, number, primary, quick, says, succeeds, syncs, with_or_without};
+use crate::metrics::{free_address, get};
 
 /// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 16;
@@ -25,6 +23,12 @@ const A_QUARTER: u64 = 64;
 
 /// What protects the tables: nothing, as on one host, and compressed ciphertext.
 const SECURITIES: [&[&str]; 3] = [&[], &["--security", "token"], &["--security", "token", "--compress", "lz4"]];
+
+/// Writes every kind of change, at a rate that two sources and two servers follow on a busy machine too.
+fn calm_writer(primary: &Server) -> Workload {
+    let options = Options { big_bytes: 1 << 16, ..Options::seeded(remora_lab::random::seed("workload")) };
+    Workload::start(primary.client().unwrap(), options.rate(500)).unwrap()
+}
 
 fn filled(kind: Kind, module: bool) -> Server {
     let server = with_or_without(primary(kind), module);
@@ -95,13 +99,14 @@ fn replica(source: &Source, server: &Server, security: &[&str]) -> Agent {
 #[test]
 #[ignore = "long: make test-all"]
 fn replicas_that_read_slots_go_on_at_theirs_with_the_standby_of_which_the_first_source_has_told() {
-    at_once(
-        kinds_and_module().flat_map(|case| SECURITIES.map(|security| (case, security))),
-        |((kind, module), security)| {
+    // One after the other: each has two sources, two servers and a writer for each kind of server.
+    for (security, module) in [(0, false), (0, true), (1, false), (2, false)] {
+        let security = SECURITIES[security];
+        at_once(require::kinds(), |kind| {
             let (primary, stage) = (filled(kind, module), Stage::new());
             let server = with_or_without(quick(kind), module);
             let (mut first, _second) = two(&stage, &primary, security);
-            let writer = steady_writer(&primary);
+            let writer = calm_writer(&primary);
             let mut agent = replica(&first, &server, security);
             wait_for_slots(&first);
             first.agent.kill().unwrap();
@@ -113,8 +118,8 @@ fn replicas_that_read_slots_go_on_at_theirs_with_the_standby_of_which_the_first_
             let begun = log.lines().filter(|line| line.contains("Full resync from")).count();
             // A server that loads by the module begins again after every broken transfer, here with the copy.
             assert!(begun == 1 || module, "{kind} {module} {security:?}: it has begun again\n{said}\n{log}");
-        },
-    );
+        });
+    }
 }
 
 #[test]
@@ -124,7 +129,7 @@ fn replicas_that_follow_the_journal_go_on_at_their_byte_and_are_handed_over() {
         let (primary, stage) = (filled(kind, false), Stage::new());
         let [staying, done] = [(); 2].map(|()| quick(kind).start().unwrap());
         let (mut first, second) = two(&stage, &primary, &[]);
-        let writer = steady_writer(&primary);
+        let writer = calm_writer(&primary);
         let mut agent = first.replica(&staying, &["--stay"]);
         succeeds(&mut first.replica(&done, &[]), &done);
         agent.wait_for_event("in_step", LONG).unwrap();
@@ -150,7 +155,7 @@ fn a_first_source_that_comes_back_as_the_standby_of_the_second_has_its_snapshot_
         let (primary, stage) = (filled(kind, false), Stage::new());
         let server = quick(kind).start().unwrap();
         let (mut first, mut second) = two(&stage, &primary, &[]);
-        let writer = steady_writer(&primary);
+        let writer = calm_writer(&primary);
         first.agent.kill().unwrap();
         let address = first.address.to_string();
         let of = second.address.to_string();
@@ -172,13 +177,17 @@ fn a_standby_takes_no_snapshot_until_the_first_source_is_asked_for_one() {
         let (primary, stage) = (primary(kind).start().unwrap(), Stage::new());
         fill(&primary, 1, 1);
         let first = stage.source(&primary.url(), &["--no-shm"]);
-        let mut second = standby(&stage, &primary, first.address, &[]);
+        let scraped = free_address();
+        let mut second = standby(&stage, &primary, first.address, &["--metrics", &scraped.to_string()]);
         first.wait_for_status("the standby", |status| status["replicas"][0]["name"].as_str().is_some());
+        let page = || get(scraped, "/metrics").text;
+        says(&page(), &["remora_standby_copy 0.0"]);
         assert_eq!((first.snapshots_taken(), number(&primary, "sync_full")), (0, 0), "{kind}");
         let server = quick(kind).start().unwrap();
         succeeds(&mut first.replica(&server, &[]), &server);
         second.agent.wait_for_event("standby_copies", LONG).unwrap();
         has_a_copy(&second, &first);
+        says(&page(), &["remora_standby_copy 1.0", "remora_standby_lag_bytes "]);
         are_exact(&primary, &[&server]);
     }
 }

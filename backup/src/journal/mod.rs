@@ -236,22 +236,23 @@ impl Context {
             // Uploads are broken off. A present set needs the target.
             self.target.stop();
         }
-        match (self.naming.try_lock(), &beginning) {
-            (Ok(_held), Some(task)) => {
-                // Until it has ended: else it would get the lock after us.
-                task.abort();
-                _ = done(&mut beginning).await;
+        // A folder that is getting its name gets it. Any other one is given up, and has ended when the lock is let go:
+        // else it would get the lock after us.
+        let held = self.naming.try_lock();
+        if let (Ok(_), Some(task)) = (&held, &beginning) {
+            task.abort();
+        }
+        let named = match beginning.is_some() {
+            true => done(&mut beginning).await.ok().flatten(),
+            false => None,
+        };
+        drop(held);
+        if let Some(set) = named {
+            if let Some(before) = present.replace(set) {
+                let ended = before.following.stop().await;
+                say_ended(&before.manifest, &ended);
             }
-            (Err(_), Some(_)) => {
-                // A folder is getting its name.
-                if let Ok(Some(set)) = done(&mut beginning).await
-                    && let Some(before) = present.replace(set)
-                {
-                    let ended = before.following.stop().await;
-                    say_ended(&before.manifest, &ended);
-                }
-            }
-            (_, None) => {}
+            self.keep(present.as_ref()).await?;
         }
         let Some(set) = present else {
             return Err(Failure::new(Code::Interrupted, format!("stopped by {signal} before the snapshot was whole")));
@@ -323,12 +324,8 @@ async fn begin(
         .map(|(_, gap)| gap);
     let target = Arc::clone(&context.target);
     let naming = Arc::clone(&context.naming).lock_owned().await;
-    let published = blocking(move || {
-        let published = set.publish(&target, &rdb, &manifest);
-        drop(naming);
-        published
-    });
-    let manifest = published.await?;
+    // Held until this task has ended: who gets the lock then finds the folder among what has a name.
+    let (manifest, _naming) = blocking(move || Ok((set.publish(&target, &rdb, &manifest)?, naming))).await?;
     progress::say(&format!(
         "{}: {} of {} at {}:{}, taken {}, in {:.2} s; the commands since are recorded",
         context.target.address_of(&manifest),
