@@ -83,7 +83,7 @@ struct Writes {
 
 /// What is known of the primary.
 struct Known {
-    /// `None`: there is none, and the facts are made up.
+    /// `None`: no primary was asked, and the facts are those of a server with default settings.
     url: Option<String>,
     facts: Facts,
     /// Bytes of memory of its host.
@@ -143,7 +143,7 @@ impl Known {
     }
 }
 
-/// `repl-diskless-sync-delay` of a server that nobody has set up.
+/// The default `repl-diskless-sync-delay` of a server.
 const DEFAULT_FORK_DELAY: Duration = Duration::from_secs(5);
 
 /// The plan.

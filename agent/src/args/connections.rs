@@ -208,10 +208,10 @@ fn usage<T>(text: &str) -> Result<T, Failure> {
     Err(Failure::new(Code::Usage, text))
 }
 
-/// The tokens of an agent that reads slots and lends them, and what protects its connections.
+/// The tokens of an agent that reads slots and serves them to others, and what protects its connections.
 ///
 /// # Errors
-/// The options contradict each other, a file cannot be used, or slots must not be lent at the address that was given.
+/// The options contradict each other, a file cannot be used, or slots must not be served at the address that was given.
 pub(crate) fn open_tokens(
     files: &[PathBuf],
     security: &SecurityArgs,

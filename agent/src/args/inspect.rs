@@ -254,7 +254,7 @@ pub enum PlannedSecurity {
 const PLAN_ABOUT: &str = "\
 Says what replicas of a primary need and cost: memory, backlog, and time.
 
-It asks the primary for its facts and changes nothing; with --data it asks nobody. The figures come from the functions by which the agents divide their memory and \
+It asks the primary for its facts and changes nothing; with --data it asks no server. The figures come from the functions by which the agents divide their memory and \
 decide; they are estimates of what is not known before, such as the size of the snapshot. remora replica --dry-run says the same of one \
 replica and a source that is there, and tries the way to it.";
 

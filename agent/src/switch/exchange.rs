@@ -184,7 +184,7 @@ pub(crate) enum Open {
     TakeBack,
     /// Both are replicas, and neither holds what the other does.
     Apart,
-    /// Another run has taken over: which one is the primary is its matter.
+    /// Another run has taken over, or somebody has changed a role by hand.
     Another,
 }
 

@@ -165,7 +165,10 @@ fn switched((old, new): &(String, String), limit: Duration, outcome: Outcome) ->
                 ),
                 Open::Another => (
                     Code::NotSwitched,
-                    format!("another switch of {old} and {new} was at work, and has taken over: look at both"),
+                    format!(
+                        "another switch, or somebody else, has changed {old} or {new} meanwhile, and decides which one is the primary: look \
+                         at both"
+                    ),
                 ),
                 Open::Apart => (
                     Code::NotSwitched,

@@ -6,6 +6,7 @@
 use std::pin::pin;
 use std::time::Duration;
 
+use remora_base::random::Random;
 use remora_redis::info::Info;
 use remora_redis::resp::Frame;
 use tokio::time::{Instant, sleep, timeout};
@@ -64,7 +65,7 @@ impl Told {
         self.client.as_mut().ok_or_else(|| unreachable!())
     }
 
-    /// Does without the connection where it is not the one by which the server was looked at last.
+    /// Checks that the connection by which the server was looked at last is still there. No other one takes its place.
     ///
     /// # Errors
     /// It is lost.
@@ -245,11 +246,8 @@ pub(super) async fn perform(ready: &mut Ready, limit: Duration, signals: &mut Si
 
 /// Draws the mark of a run.
 fn mark() -> Mark {
-    let mut random = [0; 8];
-    // Without random bytes, the process's number must do.
-    let drawn =
-        getrandom::fill(&mut random).map_or_else(|_| u64::from(std::process::id()), |()| u64::from_ne_bytes(random));
-    u16::try_from(1 + drawn % u64::from(u16::MAX)).unwrap_or(u16::MAX)
+    let drawn = Random::from_system().draw() % u64::from(Mark::MAX);
+    Mark::try_from(1 + drawn).unwrap_or(Mark::MAX)
 }
 
 async fn take(ready: &mut Ready, step: Step, limit: Duration) -> Result<Answer, ServerError> {

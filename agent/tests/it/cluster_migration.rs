@@ -446,11 +446,7 @@ fn a_run_that_is_killed_anywhere_goes_on_when_it_is_started_again() {
 fn a_primary_that_dies_between_the_families_is_replaced_by_a_vote() {
     let Some((redis, valkey)) = both() else { return };
     let Some(mut scene) = Scene::of_kinds(redis, valkey) else { return };
-    dies_between_the_families(&mut scene);
-}
-
-fn dies_between_the_families(scene: &mut Scene) {
-    let writer = Writer::start(scene);
+    let writer = Writer::start(&scene);
     let mut run = scene.start(&["--yes"]);
     // The first shard is served by its new node, and the others by the old ones.
     run.wait_for_line("serves", LONG).unwrap();
@@ -460,8 +456,8 @@ fn dies_between_the_families(scene: &mut Scene) {
     let troubles = writer.stop();
     assert!(troubles.is_empty(), "{troubles:?}");
     let serves = |scene: &Scene, number: usize| scene.servers().nth(number).unwrap().fact("role").unwrap() == "master";
-    let new = (SHARDS..2 * SHARDS).find(|number| serves(scene, *number)).unwrap();
-    let old = (0..SHARDS).find(|number| serves(scene, *number)).unwrap();
+    let new = (SHARDS..2 * SHARDS).find(|number| serves(&scene, *number)).unwrap();
+    let old = (0..SHARDS).find(|number| serves(&scene, *number)).unwrap();
     scene.replaces_by_a_vote(old);
     // Started again without its data, it asks the new primary for a full copy that it cannot read.
     scene.server(old).restart().unwrap();
