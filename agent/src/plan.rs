@@ -538,6 +538,9 @@ fn fork(plan: &Plan) -> String {
     let last =
         fork.last_copied_bytes.map_or_else(String::new, |bytes| format!("; the last save copied {}", rounded(bytes)));
     let left = fork.left_bytes.map_or_else(String::new, |bytes| format!("; the host has {} beside it", rounded(bytes)));
+    if most == 0 {
+        return format!("one for all that begin together; what clients write meanwhile is copied{last}{left}");
+    }
     format!(
         "one for all that begin together; {} to {} are copied because clients write meanwhile{last}{left}",
         rounded(least),

@@ -198,42 +198,42 @@ pub struct PlanArgs {
 
     /// Plan for this much data (`used_memory` of INFO) instead of a primary's: no server is asked, and nothing is known
     /// of its host. What clients write is --write-rate, or nothing.
-    #[arg(long, value_name = "SIZE", conflicts_with_all = ["server", "measure"])]
+    #[arg(long, help_heading = "Plan", value_name = "SIZE", conflicts_with_all = ["server", "measure"])]
     pub data: Option<Size>,
 
     /// How many replicas are to be made at once.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, help_heading = "Plan", value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub replicas: u32,
 
     /// How fast the network is between the source's host and the replicas': `10Gbit/s`, `1Gbit/s`, `200Mbit/s`, or
     /// bytes per second as `100MiB`. Default: faster than the servers.
-    #[arg(long, alias = "link", value_name = "RATE", value_parser = parse_bit_rate)]
+    #[arg(long, help_heading = "Plan", alias = "link", value_name = "RATE", value_parser = parse_bit_rate)]
     pub rate: Option<Size>,
 
     /// The `--memory` that the source will get. Default: the source's own default. The memory that holds the whole
     /// snapshot is printed in any case.
-    #[arg(long, value_name = "SIZE", default_value = "1GiB")]
+    #[arg(long, help_heading = "Plan", value_name = "SIZE", default_value = "1GiB")]
     pub memory: Size,
 
     /// The `--journal-memory` that the source will get. Default: a quarter of the memory.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, help_heading = "Plan", value_name = "SIZE")]
     pub journal_memory: Option<Size>,
 
     /// The `--security` of the agents: `none` if all of them are on one host or the network needs no encryption, and
     /// otherwise `token` or `mtls`, where the source holds everything twice, in plain and sealed.
-    #[arg(long, value_name = "HOW", default_value = "token")]
+    #[arg(long, help_heading = "Plan", value_name = "HOW", default_value = "token")]
     pub security: PlannedSecurity,
 
     /// Bytes per second that clients write to the primary. Default: measured.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, help_heading = "Plan", value_name = "SIZE")]
     pub write_rate: Option<Size>,
 
     /// How long to measure what clients write.
-    #[arg(long, value_name = "TIME", default_value = "3s", value_parser = parse_duration, conflicts_with = "write_rate")]
+    #[arg(long, help_heading = "Plan", value_name = "TIME", default_value = "3s", value_parser = parse_duration, conflicts_with = "write_rate")]
     pub measure: Duration,
 
     /// Print the plan as JSON.
-    #[arg(long)]
+    #[arg(long, help_heading = "Plan")]
     pub json: bool,
 }
 

@@ -244,10 +244,8 @@ impl Delivery {
     /// What is fetched, and where it goes.
     fn fetched(&self) -> Result<FetchOptions, Failure> {
         let (options, place) = (&self.options, &self.place);
-        let replicaof = match &options.delivery.write_replicaof {
-            Some(file) => Some(ReplicaOf { file: file.clone(), sentinels: options.sentinels.clone() }),
-            None => None,
-        };
+        let file = options.delivery.write_replicaof.clone();
+        let replicaof = file.map(|file| ReplicaOf { file, sentinels: options.sentinels.clone() });
         let from = SnapshotFrom {
             read: options.read.clone(),
             tokens: self.tokens.clone(),
