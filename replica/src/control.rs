@@ -327,9 +327,9 @@ pub(super) fn taken_over(facts: &Facts, expected: Expected<'_>) -> Option<String
 // The pipe ends before the agent's last lock does: the kernel closes a killed process's files one by one, and may free
 // gigabytes of memory between two of them. So a lock alone does not tell that another agent works on the server.
 //
-// While a server follows the link, its `masterauth` is the [link's secret](super::link::candidates). An agent that is
-// killed leaves it there, and then the server can follow no primary: each refuses the login. The next agent puts the
-// setting back; without one, the guard does. A password of the server's own stays away from the link's address, where
+// While a server follows the link, its `masterauth` is the link's secret (see `delivery/src/link/candidates.rs`). An
+// agent that is killed leaves it there, and then the server can follow no primary: each refuses the login. The next
+// agent puts the setting back; without one, the guard does. A password of the server's own stays away from the link's address, where
 // any process may listen by now.
 //
 // Only this setting is put back. A server that holds half a data set must not save it over its file. Decision 25 says

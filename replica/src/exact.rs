@@ -14,11 +14,11 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use remora_redis::resp::Frame;
 use serde::Serialize;
 use tokio::time::Instant;
 
 use remora_base::units::counted;
+use remora_delivery::conversion::command_names;
 use remora_process::exit::{Code, Failure};
 use remora_server::own_changes::{Counted, OwnChanges};
 use remora_server::{Client, Facts, Server, ServerError};
@@ -273,15 +273,6 @@ async fn writing_commands(client: &mut Client) -> Option<BTreeSet<String>> {
     command_names(client.command(&["COMMAND", "LIST", "FILTERBY", "ACLCAT", "write"]).await.ok()?)
 }
 
-/// The names in an answer to `COMMAND LIST`, or to `COMMAND`, in lower case.
-pub(super) fn command_names(answer: Frame) -> Option<BTreeSet<String>> {
-    let name = |command: &Frame| match command {
-        Frame::Array(fields) => fields.first().and_then(Frame::as_str).map(str::to_ascii_lowercase),
-        name => name.as_str().map(str::to_ascii_lowercase),
-    };
-    Some(answer.into_array().ok()?.iter().filter_map(name).collect())
-}
-
 /// Compares the numbers of keys at a moment at which both servers have the same offset. `INFO` has the offset and the
 /// numbers of one moment.
 async fn compare_keys(client: &mut Client, primary: &Server) -> Result<(Verdict, String), ServerError> {
@@ -399,17 +390,5 @@ mod tests {
         ] {
             assert_eq!(different_keys(&primary, &facts(server)).is_some(), differs, "{server}");
         }
-    }
-
-    #[test]
-    fn both_answers_name_the_commands() {
-        let text = |text: &str| Frame::Bulk(text.as_bytes().to_vec());
-        let list = Frame::Array(vec![text("GET"), text("set")]);
-        let rows =
-            Frame::Array(vec![Frame::Array(vec![text("get"), Frame::Integer(2)]), Frame::Array(vec![text("set")])]);
-        let wanted: BTreeSet<String> = ["get", "set"].map(str::to_owned).into();
-        assert_eq!(command_names(list), Some(wanted.clone()));
-        assert_eq!(command_names(rows), Some(wanted));
-        assert_eq!(command_names(Frame::Null), None);
     }
 }

@@ -12,9 +12,7 @@
 //! - [`primary`] says what is known of the primary before the source speaks, and raises the fail-over time for a sync.
 //! - [`control`] is the connection that changes the server, checks whether no other client has taken the server over,
 //!   and has the guard, which acts after a killed agent; [`record`] notes each changed setting.
-//! - [`delivery`] plays the primary towards the server, on a thread of its own. It uses
-//!   [`link`]. [`link::candidates`] keeps other processes from the server's link, and finds out where the
-//!   server is.
+//! - [`remora_delivery`] plays the primary towards the server, on a thread of its own.
 //! - [`exact`] has the conditions under which a server is called an exact replica.
 //! - [`remora_reader`] is the conversation with the source, what is believed of it, and the slots, as for a snapshot
 //!   without a server ([`remora_backup`]).
@@ -33,13 +31,10 @@
 pub mod attend;
 mod by_file;
 pub mod control;
-pub mod conversion;
-mod delivery;
 mod driver;
 pub mod estimate;
 mod exact;
 pub mod intercept;
-mod link;
 pub mod machine;
 mod options;
 mod preflight;
@@ -54,12 +49,12 @@ use tokio::sync::oneshot;
 use self::attend::once;
 use self::control::Control;
 use self::driver::{Driver, Setup};
-pub use self::options::{
-    AttendOptions, Delivery, DeliveryOptions, LEAST_MEMORY, LISTEN_PORT, LeftOut, LinkTls, OnFailure, Options,
-};
+pub use self::options::{AttendOptions, Delivery, DeliveryOptions, LEAST_MEMORY, LISTEN_PORT, OnFailure, Options};
 use self::prepared::{Prepared, Suits};
 use remora_base::units::Size;
 use remora_conversation::tokens::TokenFiles;
+pub use remora_delivery::conversion::{self, LeftOut};
+pub use remora_delivery::link::LinkTls;
 use remora_metrics::Scrapes;
 use remora_process::exit::{Code, Failure};
 use remora_process::patience::{Patience, RETRY_FOR};
@@ -93,7 +88,6 @@ pub async fn run(options: Options, tokens: TokenFiles, scrapes: &mut Scrapes) ->
 
 /// What the simulation of whole syncs plays: the delivery and the server's task, with ends of its own.
 pub mod parts {
-    pub use crate::delivery::simulated as delivery;
     pub use crate::driver::simulated as driver;
 }
 
@@ -143,7 +137,7 @@ async fn by_link(options: Options, tokens: TokenFiles, scrapes: &mut Scrapes) ->
 /// Does everything that comes before the first change; `None` after a dry run.
 async fn prepare(options: Options, tokens: TokenFiles) -> Result<Option<Driver>, Failure> {
     let credentials = tokens.credentials(options.source_key);
-    let link_tls = link::server_config(&options.link_tls)?;
+    let link_tls = remora_delivery::link::server_config(&options.link_tls)?;
     let prepared = Prepared::of(&options, &credentials, Suits::Link).await?;
     let Prepared { server, mut client, mut record, target, source, plan, mut primary, data_set, reading, unchecked } =
         prepared;

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use remora_base::units::Size;
 use remora_conversation::SourceKey;
+use remora_delivery::conversion::LeftOut;
+use remora_delivery::link::LinkTls;
 use remora_process::patience::{Patience, RETRY_FOR};
 use remora_reader::{ReadOptions, RelayOptions};
 use remora_server::sentinel::Sentinels;
@@ -172,28 +174,6 @@ pub enum Delivery {
     Intercept,
 }
 
-/// What a conversion leaves out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LeftOut {
-    /// The times at which fields of hashes expire.
-    FieldExpiry,
-    /// Keys of modules' types.
-    ModuleKeys,
-    /// Libraries of functions.
-    Functions,
-}
-
-impl LeftOut {
-    /// The word on the command line, which refusals name.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::FieldExpiry => "field-expiry",
-            Self::ModuleKeys => "module-keys",
-            Self::Functions => "functions",
-        }
-    }
-}
-
 /// The state in which a failed sync leaves the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnFailure {
@@ -201,17 +181,6 @@ pub enum OnFailure {
     Detached,
     /// `REPLICAOF NO ONE` and `FLUSHALL`, and then `REPLICAOF` its former primary if it had one.
     Empty,
-}
-
-/// With which certificate the agent plays a primary, for a server with `tls-replication yes`. Files in PEM.
-#[derive(Clone, Debug, Default)]
-pub struct LinkTls {
-    /// The certificate chain.
-    pub cert: Option<PathBuf>,
-    /// The private key of that certificate.
-    pub key: Option<PathBuf>,
-    /// The authorities that must have signed the server's own certificate. `None`: it is asked for none.
-    pub client_ca: Option<PathBuf>,
 }
 
 /// What the agent that stays beside a server is asked to do.

@@ -13,11 +13,11 @@ use std::time::Duration;
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
-use super::conversion::{Conversion, check_field_ttls};
-use super::link::candidates::{LinkLogin, Locality, PrimaryLogin, may_be_a_secret};
 use super::record::{LOGIN, Record, SAVE};
 use crate::options::{OnFailure, Options};
 use remora_base::units::counted;
+use remora_delivery::conversion::{Conversion, check_field_ttls};
+use remora_delivery::link::candidates::{LinkLogin, Locality, PrimaryLogin, may_be_a_secret};
 use remora_process::exit::{Code, Failure};
 use remora_reader::data_set::DataSet;
 use remora_reader::primaries::{Finding, KnownPrimaries, Trust};
@@ -667,8 +667,8 @@ pub(super) const CUT: [&str; 4] = ["CLIENT", "KILL", "TYPE", "master"];
 /// Writes its configuration file.
 pub(super) const REWRITE: [&str; 2] = ["CONFIG", "REWRITE"];
 
-/// Those of each sync by the link, but `CONFIG SET`, for which [`super::link::candidates`] asks because it can do
-/// without.
+/// Those of each sync by the link, but `CONFIG SET`, for which [`remora_delivery::link::candidates`] asks because it
+/// can do without.
 const NEEDS: [Need; 2] = [
     Need {
         needed: Needed {

@@ -7,7 +7,6 @@ use remora_fabric::{Memory, Pages, RegionKey, TransportKind};
 use remora_protocol::Offer;
 use tokio::time::Instant;
 
-use super::conversion::Conversion;
 use super::exact::lacking_commands;
 use super::preflight::{self, Known, Primary, Target};
 use super::primary;
@@ -17,6 +16,7 @@ use remora_base::units::Size;
 use remora_conversation::Protection;
 use remora_conversation::tokens::Credentials;
 use remora_conversation::transports::{TransportChoice, not_offered};
+use remora_delivery::conversion::Conversion;
 use remora_process::exit::{Code, Failure};
 use remora_process::patience::{Patience, RETRY_FOR};
 use remora_process::tasks::blocking;

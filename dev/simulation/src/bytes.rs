@@ -24,9 +24,10 @@ use super::server::WINDOW;
 use super::tables::{SLOT_BYTES, slot_of};
 use super::wire::{Conn, End, Message};
 use super::world::World;
+use remora_delivery::simulated::{Stepped, Whence};
 use remora_process::exit::Failure;
 use remora_replica::machine::{DeliveryEvent, Reading};
-use remora_replica::parts::delivery::{Stepped, Whence};
+use remora_replica::parts::driver;
 
 /// Turns of the loop at one moment. A read of the simulated network takes up to twenty.
 const TURNS: usize = 200;
@@ -143,7 +144,7 @@ impl Deliver for ByteDelivery {
     }
 
     fn reading(&self) -> Reading {
-        self.stepped.as_ref().map_or_else(Reading::default, Stepped::reading)
+        self.stepped.as_ref().map_or_else(Reading::default, driver::reading)
     }
 
     fn resume(&self) -> Option<Resume> {
@@ -178,7 +179,8 @@ impl Deliver for ByteDelivery {
     }
 
     fn take_events(&mut self) -> Vec<DeliveryEvent> {
-        let events = self.stepped.as_mut().map(Stepped::events).unwrap_or_default();
+        let notices = self.stepped.as_mut().map(Stepped::notices).unwrap_or_default();
+        let events: Vec<_> = notices.into_iter().filter_map(driver::event).collect();
         if let (Some(relay), Some(stepped)) = (&mut self.relay, &mut self.stepped) {
             self.words.extend(stepped.losses().into_iter().filter_map(|lost| relay.lost(lost)));
             if events.iter().any(|event| matches!(event, DeliveryEvent::Fetched)) {
@@ -233,7 +235,7 @@ impl Deliver for ByteDelivery {
         let AnyFeed::Bytes { mut feed, offer, source, session } = feed else { return };
         let Some(stepped) = &self.stepped else { return };
         self.lane = Some((source, session));
-        let (loaded, copied) = (stepped.reading().loaded, feed.copy.take());
+        let (loaded, copied) = (stepped.position().loaded, feed.copy.take());
         stepped.attach(*feed);
         let relay = self.relay.as_mut();
         let whence = relay.and_then(|relay| relay.attached(world, &offer, copied, loaded));

@@ -11,9 +11,9 @@ use super::memory::Lost;
 use super::server::WINDOW;
 use super::wire::{Conn, End, Message};
 use super::world::World;
+use remora_delivery::simulated::Connected;
 use remora_process::exit::{Code, Failure};
 use remora_replica::machine::{DeliveryEvent, Reading};
-use remora_replica::parts::delivery::Connected;
 
 /// Slots that are read ahead of the server.
 const AHEAD: usize = 8;

@@ -11,8 +11,8 @@ use super::plan::RelayPlan;
 use super::tables::Lent;
 use super::wire::{End, Host};
 use super::world::World;
+use remora_delivery::simulated::{Copied, CopyWish, PeerLost, Whence};
 use remora_reader::relay::Assignment;
-use remora_replica::parts::delivery::{Copied, CopyWish, PeerLost, Whence};
 
 /// How long a lender that cannot be reached is tried, and how long one may take to offer its copy: as in the product.
 const REACH_LIMIT: Duration = Duration::from_secs(3);

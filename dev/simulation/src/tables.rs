@@ -12,7 +12,7 @@ use remora_table::{Geometry, Identity, JournalWriter, Kind, Origin, SnapshotWrit
 use super::liar::Liar;
 use super::oracle::mixed;
 use super::wire::Host;
-use remora_replica::parts::delivery::{Connected, CopyWish, Way, connect};
+use remora_delivery::simulated::{Connected, CopyWish, Way, connect};
 
 /// Bytes of a slot, the least that a table can have. One message of a model server fills one slot.
 pub(super) const SLOT_BYTES: u32 = 4096;

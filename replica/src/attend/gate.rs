@@ -13,6 +13,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use remora_delivery::link::Served;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::time::Instant;
 
@@ -51,19 +52,7 @@ impl State {
     fn serve(&mut self, link: impl AsFd) -> io::Result<Served> {
         let link = Arc::new(TcpStream::from(link.as_fd().try_clone_to_owned()?));
         self.link = Some(Arc::clone(&link));
-        Ok(Served(link))
-    }
-}
-
-/// The service of a connection that the gate looks at too. Its end ends the connection towards the server, which the
-/// end of one descriptor does not do while the gate has another one.
-#[must_use = "the connection ends with it"]
-pub(crate) struct Served(Arc<TcpStream>);
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        // What was written before still arrives. An error means that the connection has ended already.
-        let _ = self.0.shutdown(Shutdown::Write);
+        Ok(Served::new(link))
     }
 }
 

@@ -30,7 +30,7 @@ use tokio::time::Instant;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
-use super::gate::Served;
+use remora_delivery::link::Served;
 use remora_server::{Credentials, Facts, Server, Stream, Task, TlsOptions};
 
 /// How long the primary may take to accept a connection, or to say how it stands. The server waits for `repl-timeout`.

@@ -7,9 +7,9 @@ use std::{fs, io};
 use remora_protocol::Offer;
 use rustix::fs::{Gid, Mode, Uid};
 
-use crate::link;
 use crate::options::Options;
 use crate::preflight::{Primary, path_of};
+use remora_delivery::link;
 use remora_process::exit::Failure;
 use remora_server::{Client, Configuration, Facts, Role};
 

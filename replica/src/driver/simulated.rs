@@ -14,15 +14,17 @@ use tokio::sync::{Notify, oneshot};
 
 use super::server::{Hands, Keeper, ServerTask, Watched, Work};
 use crate::control::Control;
-use crate::delivery::introduction::Introduction;
 use crate::exact::Judgement;
-use crate::link::candidates::{LinkFailure, LinkPort};
-use crate::machine::{Job, Report, Rules};
+use crate::machine::{DeliveryEvent, Job, Reading, Report, Rules};
 use crate::options::Options;
 use crate::preflight::{self, Known};
 use crate::primary;
 use crate::record::Record;
-use remora_process::exit::Failure;
+use remora_delivery::Notice;
+use remora_delivery::introduction::Introduction;
+use remora_delivery::link::candidates::{LinkFailure, LinkPort};
+use remora_delivery::simulated::Stepped;
+use remora_process::exit::{Code, Failure};
 use remora_reader::data_set::DataSet;
 use remora_reader::meter::Meter;
 use remora_server::{PinSizes, Task};
@@ -148,4 +150,42 @@ pub async fn prepare(
     let keeper = Keeper::new(options.into(), control, record, target, primary, LinkPort::opened(link), watched);
     let server = ServerHandle { task: ServerTask::start(Hands::Commands(Box::new(keeper)), hurry), jobs: 0, meter };
     Ok(Prepared { server, rules, data_set, kind, secret, primary: address, asks_primary })
+}
+
+/// The event that a notice stands for, as in the driver.
+/// What the machine is told of a notice of the delivery, if anything.
+pub fn event(notice: Notice) -> Option<DeliveryEvent> {
+    let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
+    Some(match notice {
+        Notice::Fatal { text } => fatal(text),
+        Notice::Refused { failure } => DeliveryEvent::Fatal { failure },
+        Notice::Damaged { error } => {
+            DeliveryEvent::Fatal { failure: Failure::new(Code::SyncFailed, error.to_string()) }
+        }
+        Notice::Asked => DeliveryEvent::Asked,
+        Notice::Introduce(introduction) => DeliveryEvent::Introduce { number: introduction.number },
+        Notice::Fetched => DeliveryEvent::Fetched,
+        Notice::PayloadSent => DeliveryEvent::PayloadSent,
+        Notice::Loaded => DeliveryEvent::Loaded,
+        Notice::LinkLost { text, loading } => DeliveryEvent::LinkLost { text, loading },
+        Notice::FeedLost { error } => {
+            DeliveryEvent::FeedLost { failure: Failure::new(Code::Source, error.to_string()) }
+        }
+        Notice::PeerLost(_) => return None,
+        Notice::FeedWanted => DeliveryEvent::FeedWanted,
+    })
+}
+
+/// What the machine is told of the delivery.
+pub fn reading(delivery: &Stepped) -> Reading {
+    let meter = delivery.meter();
+    Reading {
+        loaded: delivery.position().loaded,
+        bytes_delivered: meter.bytes_given.get(),
+        slots_held: meter.slots_held.get(),
+        stream_fetched: meter.stream_fetched.get(),
+        stream_paused: meter.stream_paused.get() > 0,
+        stream_delivered: meter.stream_delivered.get(),
+        readers: 0,
+    }
 }

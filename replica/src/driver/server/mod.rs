@@ -23,10 +23,8 @@ use self::module::Standing;
 use crate::attend::gate::Gate;
 use crate::attend::guide::Watcher;
 use crate::control::{Control, Expected, NotOurs};
-use crate::delivery::introduction::{Answer, Introduction};
 use crate::exact;
 use crate::exact::Judgement;
-use crate::link::candidates::{LinkFailure, LinkPort};
 use crate::machine::{
     Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
 };
@@ -34,6 +32,8 @@ use crate::options::Options;
 use crate::preflight::{self, FOLLOW, Primary, REWRITE, Target};
 use crate::primary;
 use crate::record::{Record, Rewrites};
+use remora_delivery::introduction::{Answer, Introduction};
+use remora_delivery::link::candidates::{LinkFailure, LinkPort};
 use remora_process::events;
 use remora_process::exit::{Code, Failure};
 use remora_process::tasks::AbortOnDrop;

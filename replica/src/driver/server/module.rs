@@ -3,9 +3,9 @@
 use tokio::time::Instant;
 
 use super::Keeper;
-use crate::delivery::introduction::{Answer, Introduction};
 use crate::machine::{Followed, Introduced, Lapse, NotFollowed};
 use crate::preflight::FOLLOW;
+use remora_delivery::introduction::{Answer, Introduction};
 use remora_process::exit::Failure;
 use remora_server::module::{field, speaks_our_protocol};
 use remora_server::{RefusalKind, ServerError};

@@ -9,7 +9,7 @@ use remora_redis::rdb::{ConvertError, Converter, Obstacle};
 use remora_table::{LoadPage, Place, Slot};
 
 use super::reference_plan::{Abilities, Part, ReferencePlan};
-use crate::delivery::introduction::{Answer, GrantedMemory};
+use crate::introduction::{Answer, GrantedMemory};
 use crate::link::{Link, Pacer};
 use remora_process::exit::{Code, Failure};
 use remora_reader::parts::FeedError;

@@ -1,6 +1,5 @@
 //! Simulated: a delivery without its thread, for a simulation, which turns its loop and sets its clock. The server's
-//! end of the link is a socket of loopback; the tables are in a simulated network. Product builds do not contain this
-//! module.
+//! end of the link is a socket of loopback; the tables are in a simulated network. No program calls it.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
@@ -18,9 +17,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use super::orders::ends;
 use super::{Delivery, Handle, Notice, Order, Readiness, Setup, Turned};
 use crate::link::candidates::{Candidates, Locality};
-use crate::machine::{DeliveryEvent, Reading};
-use remora_process::exit::{Code, Failure};
-use remora_reader::feed::Feed;
+use remora_reader::feed::{Feed, Position};
 use remora_reader::meter::Meter;
 use remora_reader::parts::{CopyPlan, Part, Parts};
 use remora_reader::relay::reader::{Lost, ReadFrom, Reading as PeerReading};
@@ -158,18 +155,18 @@ impl Stepped {
     }
 
     /// What it has reported since the last call.
-    pub fn events(&mut self) -> Vec<DeliveryEvent> {
-        let mut events = Vec::new();
+    pub fn notices(&mut self) -> Vec<Notice> {
+        let mut notices = Vec::new();
         while let Ok(notice) = self.notices.try_recv() {
             match notice {
                 Notice::PeerLost(Lost { session, cause, text }) => self.losses.push(PeerLost { session, cause, text }),
-                notice => events.extend(event(notice)),
+                notice => notices.push(notice),
             }
         }
-        events
+        notices
     }
 
-    /// The peers that it has lost since the last call. To be asked after [`Stepped::events`].
+    /// The peers that it has lost since the last call. To be asked after [`Stepped::notices`].
     pub fn losses(&mut self) -> Vec<PeerLost> {
         std::mem::take(&mut self.losses)
     }
@@ -208,17 +205,14 @@ impl Stepped {
 
     // ---- what the driver reads ----
 
-    /// What the machine is told.
-    pub fn reading(&self) -> Reading {
-        Reading {
-            loaded: self.handle.progress().loaded,
-            bytes_delivered: self.meter.bytes_given.get(),
-            slots_held: self.meter.slots_held.get(),
-            stream_fetched: self.meter.stream_fetched.get(),
-            stream_paused: self.meter.stream_paused.get() > 0,
-            stream_delivered: self.meter.stream_delivered.get(),
-            readers: 0,
-        }
+    /// What it has counted.
+    pub fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
+    /// Where it is.
+    pub fn position(&self) -> Position {
+        self.handle.progress()
     }
 
     /// What a session is continued from.
@@ -278,29 +272,6 @@ impl Stepped {
     pub fn given(&self) -> (u64, bool) {
         (self.meter.bytes_given.get(), self.meter.end_given.get() > 0)
     }
-}
-
-/// The event that a notice stands for, as in the driver.
-fn event(notice: Notice) -> Option<DeliveryEvent> {
-    let fatal = |text: String| DeliveryEvent::Fatal { failure: Failure::local(text) };
-    Some(match notice {
-        Notice::Fatal { text } => fatal(text),
-        Notice::Refused { failure } => DeliveryEvent::Fatal { failure },
-        Notice::Damaged { error } => {
-            DeliveryEvent::Fatal { failure: Failure::new(Code::SyncFailed, error.to_string()) }
-        }
-        Notice::Asked => DeliveryEvent::Asked,
-        Notice::Introduce(introduction) => DeliveryEvent::Introduce { number: introduction.number },
-        Notice::Fetched => DeliveryEvent::Fetched,
-        Notice::PayloadSent => DeliveryEvent::PayloadSent,
-        Notice::Loaded => DeliveryEvent::Loaded,
-        Notice::LinkLost { text, loading } => DeliveryEvent::LinkLost { text, loading },
-        Notice::FeedLost { error } => {
-            DeliveryEvent::FeedLost { failure: Failure::new(Code::Source, error.to_string()) }
-        }
-        Notice::PeerLost(_) => return None,
-        Notice::FeedWanted => DeliveryEvent::FeedWanted,
-    })
 }
 
 /// How the regions of one offer are reached.

@@ -15,17 +15,17 @@ use remora_server::Client;
 use remora_server::module::{field, yes_or_why};
 
 /// The delivery's half of an introduction: the memory that the server's module was given.
-pub(crate) struct GrantedMemory {
+pub struct GrantedMemory {
     /// The first field of the payload must contain this.
-    pub(crate) ticket: [u8; TICKET_BYTES],
+    pub ticket: [u8; TICKET_BYTES],
     /// The page on which the server counts.
-    pub(crate) tally: LoadPage,
+    pub tally: LoadPage,
 }
 
 /// The half of the server's task: the descriptors and the command.
-pub(crate) struct Introduction {
+pub struct Introduction {
     /// The number of the introduction, so that a late answer is not taken for another's.
-    pub(crate) number: u64,
+    pub number: u64,
     /// The descriptors, and the socket over which they pass. `None` in a simulation, which has no memory to pass.
     means: Option<(Handover, Vec<OwnedFd>)>,
     ticket: [u8; TICKET_BYTES],
@@ -40,13 +40,13 @@ impl fmt::Debug for Introduction {
 
 /// What the server's module answered.
 #[derive(Clone, Debug)]
-pub(crate) struct Answer {
+pub struct Answer {
     /// Whether it can set idle times.
-    pub(crate) idle_times: bool,
+    pub idle_times: bool,
     /// Whether it takes runs of small values (fast keys), or why not.
-    pub(crate) fast_keys: Result<(), String>,
+    pub fast_keys: Result<(), String>,
     /// Whether it wants to look at what it has loaded, before the snapshot ends.
-    pub(crate) verify: bool,
+    pub verify: bool,
 }
 
 /// How long the server may take to fetch the descriptors: it gets the command at once, but may be busy.
@@ -56,7 +56,7 @@ const HANDOVER_LIMIT: Duration = Duration::from_secs(3);
 const ANSWER_LIMIT: Duration = Duration::from_secs(300);
 
 /// Prepares both halves for this memory.
-pub(crate) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introduction), String> {
+pub fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introduction), String> {
     let text = |error: &dyn fmt::Display| format!("memory cannot be given to the server: {error}");
     let mut ticket = [0; TICKET_BYTES];
     getrandom::fill(&mut ticket).map_err(|error| text(&error))?;
@@ -74,12 +74,12 @@ pub(crate) fn prepare(view: &View, number: u64) -> Result<(GrantedMemory, Introd
 
 impl Introduction {
     /// An introduction without memory.
-    pub(crate) fn simulated(number: u64) -> Introduction {
+    pub fn simulated(number: u64) -> Introduction {
         Introduction { number, means: None, ticket: [0; TICKET_BYTES], length: 0 }
     }
 
     /// Sends the command, and passes the descriptors. The server removes its keys.
-    pub(crate) async fn perform(self, client: &mut Client) -> Result<Answer, String> {
+    pub async fn perform(self, client: &mut Client) -> Result<Answer, String> {
         let Introduction { means, ticket, length, .. } = self;
         let ticket: String = ticket.iter().map(|byte| format!("{byte:02x}")).collect();
         let (mut address, mut secret, length) = (String::new(), String::new(), length.to_string());

@@ -4,15 +4,15 @@
 //! offset counts its bytes. So a command that the server does not know must not be in it: before the sync the primary's
 //! own counters are asked, and while the agent feeds the stream each command is looked at before it is sent on.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use remora_redis::aof::Known;
 use remora_redis::commands::{self, Release};
 use remora_redis::info::Info;
 use remora_redis::rdb::{Converter, Format, Options};
+use remora_redis::resp::Frame;
 
-use super::exact::command_names;
-use crate::options::LeftOut;
 use remora_process::exit::{Code, Failure};
 use remora_server::{Client, Facts, Family, ServerUrl, Version};
 
@@ -54,6 +54,28 @@ const REWRITTEN: [Rewritten; 13] = [
     Rewritten { name: "delex", by: &[Family::Redis], since: ANY, becomes: &["del"] },
 ];
 
+/// What a conversion leaves out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeftOut {
+    /// The times at which fields of hashes expire.
+    FieldExpiry,
+    /// Keys of modules' types.
+    ModuleKeys,
+    /// Libraries of functions.
+    Functions,
+}
+
+impl LeftOut {
+    /// The word on the command line, which refusals name.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::FieldExpiry => "field-expiry",
+            Self::ModuleKeys => "module-keys",
+            Self::Functions => "functions",
+        }
+    }
+}
+
 /// What is known of a server that a snapshot is converted for.
 #[derive(Clone, Debug)]
 pub struct Conversion {
@@ -62,7 +84,7 @@ pub struct Conversion {
     /// What is left out of the snapshot.
     left_out: Options,
     /// What it knows of the stream.
-    pub(super) known: Arc<Known>,
+    pub known: Arc<Known>,
 }
 
 impl Conversion {
@@ -70,7 +92,7 @@ impl Conversion {
     ///
     /// # Errors
     /// It does not tell its version or its commands.
-    pub(super) async fn of(client: &mut Client, facts: &Facts, leave_out: &[LeftOut]) -> Result<Conversion, Failure> {
+    pub async fn of(client: &mut Client, facts: &Facts, leave_out: &[LeftOut]) -> Result<Conversion, Failure> {
         let Some(version) = facts.version else {
             let url = client.server().url();
             return Err(Failure::refused(format!(
@@ -98,24 +120,24 @@ impl Conversion {
     }
 
     /// A conversion of one snapshot.
-    pub(super) fn converter(&self) -> Converter {
+    pub fn converter(&self) -> Converter {
         Converter::new(self.format, self.left_out)
     }
 
     /// Whether fields of hashes lose the time at which they expire.
-    pub(super) fn drops_field_expiry(&self) -> bool {
+    pub fn drops_field_expiry(&self) -> bool {
         self.left_out.drop_field_expiry
     }
 
     /// Refuses a primary that holds what the server cannot.
-    pub(super) fn check_contents(&self, primary: &Facts, server: &Facts, url: &ServerUrl) -> Result<(), Failure> {
+    pub fn check_contents(&self, primary: &Facts, server: &Facts, url: &ServerUrl) -> Result<(), Failure> {
         let holds_them = server.holds_field_ttls() || self.drops_field_expiry();
         check_field_ttls(primary, server, url, holds_them)
     }
 
     /// Refuses a primary that has run commands which the server does not know: they come again. `ran`: its `INFO
     /// commandstats`.
-    pub(super) fn check_commands(&self, ran: &Info, primary: &Facts, url: &ServerUrl) -> Result<(), Failure> {
+    pub fn check_commands(&self, ran: &Info, primary: &Facts, url: &ServerUrl) -> Result<(), Failure> {
         let unknown: Vec<&str> = self.unknown_of(ran, primary).collect();
         if unknown.is_empty() {
             return Ok(());
@@ -217,6 +239,15 @@ const WITH_REDIS: [&str; 1] = ["vectorset"];
 /// server lacks, whose keys are refused.
 const WRITES_OF_MODULES: [&str; 3] = ["vadd", "vrem", "vsetattr"];
 
+/// The names in an answer to `COMMAND LIST`, or to `COMMAND`, in lower case.
+pub fn command_names(answer: Frame) -> Option<BTreeSet<String>> {
+    let name = |command: &Frame| match command {
+        Frame::Array(fields) => fields.first().and_then(Frame::as_str).map(str::to_ascii_lowercase),
+        name => name.as_str().map(str::to_ascii_lowercase),
+    };
+    Some(answer.into_array().ok()?.iter().filter_map(name).collect())
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -260,5 +291,17 @@ mod tests {
         for by in [server(Family::Redis, 7), valkey] {
             conversion.check_commands(&ran(&["hincrbyfloat"]), &by, &url).unwrap();
         }
+    }
+
+    #[test]
+    fn both_answers_name_the_commands() {
+        let text = |text: &str| Frame::Bulk(text.as_bytes().to_vec());
+        let list = Frame::Array(vec![text("GET"), text("set")]);
+        let rows =
+            Frame::Array(vec![Frame::Array(vec![text("get"), Frame::Integer(2)]), Frame::Array(vec![text("set")])]);
+        let wanted: BTreeSet<String> = ["get", "set"].map(str::to_owned).into();
+        assert_eq!(command_names(list), Some(wanted.clone()));
+        assert_eq!(command_names(rows), Some(wanted));
+        assert_eq!(command_names(Frame::Null), None);
     }
 }

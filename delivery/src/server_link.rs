@@ -22,7 +22,7 @@ use super::input::{self, Stream};
 use super::orders::Notice;
 use super::payload::{Piece, PlainPayload, ReferencedPayload, Turn, Used, WriteError, Wrote, random_mark};
 use super::{Cause, Delivery, Demand};
-use crate::delivery::introduction::{self, Answer, GrantedMemory};
+use crate::introduction::{self, Answer, GrantedMemory};
 use crate::link::candidates::Newcomer;
 use crate::link::{Link, Pacer};
 use remora_reader::parts::FeedError;

@@ -27,10 +27,10 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::{ServerConfig, ServerConnection};
 
 use super::{Link, owner};
-use crate::attend::gate::Served;
-use crate::record::{Record, present};
+use crate::link::Served;
 use remora_conversation::listener::Rejections;
 use remora_process::exit::Failure;
+use remora_process::record::{Record, present};
 use remora_server::{Client, Password, RefusalKind, Server, ServerError};
 
 /// Connections that may wait at a time. A server makes one.
@@ -50,7 +50,7 @@ const ACCEPTS_PER_TURN: usize = 16;
 const READS_PER_TURN: usize = 4;
 
 /// Connections to the link's port that have not logged in and asked for a sync yet.
-pub(crate) struct Candidates {
+pub struct Candidates {
     /// `None` if connections are handed over by an attending agent only.
     listener: Option<TcpListener>,
     /// Whether the listener listens: the server may come.
@@ -80,21 +80,26 @@ struct Candidate {
 }
 
 /// A connection that has logged in and sent `PSYNC`: the server's new link.
-pub(crate) struct Newcomer {
-    pub(crate) peer: SocketAddr,
-    pub(crate) link: Link,
-    pub(crate) role: PrimaryRole,
+pub struct Newcomer {
+    /// Where it comes from.
+    pub peer: SocketAddr,
+    /// The connection.
+    pub link: Link,
+    /// The handshake that it is in.
+    pub role: PrimaryRole,
     /// Answers to the server; those up to `written` have been sent.
-    pub(crate) out: Vec<u8>,
-    pub(crate) written: usize,
+    pub out: Vec<u8>,
+    /// How many of them are written.
+    pub written: usize,
     /// What `PSYNC` asked for: the replid of its history and the offset of the next byte.
-    pub(crate) replid: Option<ReplId>,
-    pub(crate) offset: i64,
+    pub replid: Option<ReplId>,
+    /// The byte that it asks for.
+    pub offset: i64,
 }
 
 impl Candidates {
     /// Takes a listener in non-blocking mode, which may not listen yet.
-    pub(crate) fn new(
+    pub fn new(
         listener: TcpListener,
         tls: Option<Arc<ServerConfig>>,
         access: Access,
@@ -117,7 +122,7 @@ impl Candidates {
     }
 
     /// Without a port: the server's connections are intercepted, and come as [`Newcomer`]s.
-    pub(crate) fn without_a_port() -> Candidates {
+    pub fn without_a_port() -> Candidates {
         let locality = Locality { link_host: Ipv4Addr::LOCALHOST.into(), server: None, uid: None };
         Candidates {
             listener: None,
@@ -134,23 +139,23 @@ impl Candidates {
     }
 
     /// The listener listens from now on.
-    pub(crate) fn opened(&mut self) {
+    pub fn opened(&mut self) {
         self.is_open = self.listener.is_some();
     }
 
     /// Where it is noted why a connection did not become the link.
-    pub(crate) fn failure(&self) -> LinkFailure {
+    pub fn failure(&self) -> LinkFailure {
         self.failure.clone()
     }
 
     /// How many connections were closed before they had logged in.
-    pub(crate) fn strangers(&self) -> u64 {
+    pub fn strangers(&self) -> u64 {
         self.strangers
     }
 
     /// Continues all conversations without waiting. Returns the first that became the server's link; call it again for
     /// more.
-    pub(crate) fn turn(&mut self, now: Instant) -> Option<Newcomer> {
+    pub fn turn(&mut self, now: Instant) -> Option<Newcomer> {
         // Closed connections free their places before new ones are accepted.
         if let Some(newcomer) = self.hear(now) {
             return Some(newcomer);
@@ -196,7 +201,7 @@ impl Candidates {
     }
 
     /// The descriptors to poll.
-    pub(crate) fn fds(&self) -> impl Iterator<Item = (BorrowedFd<'_>, PollFlags)> {
+    pub fn fds(&self) -> impl Iterator<Item = (BorrowedFd<'_>, PollFlags)> {
         let waiting = self.waiting.iter().map(|candidate| {
             let has_more = candidate.written < candidate.out.len() || candidate.link.wants_write();
             let write = if has_more { PollFlags::OUT } else { PollFlags::empty() };
@@ -208,7 +213,7 @@ impl Candidates {
     }
 
     /// The earliest deadline of a connection.
-    pub(crate) fn due(&self) -> Option<Instant> {
+    pub fn due(&self) -> Option<Instant> {
         self.waiting.iter().map(|candidate| candidate.since + TIME_LIMIT).min()
     }
 
@@ -295,7 +300,7 @@ impl Candidates {
 impl Newcomer {
     /// A connection whose handshake was with the true primary, up to and including `PSYNC`, which waits for its answer.
     /// `heard` is what the server has said in it.
-    pub(crate) fn intercepted(
+    pub fn intercepted(
         socket: TcpStream,
         tls: Option<Box<ServerConnection>>,
         peer: SocketAddr,
@@ -345,33 +350,39 @@ impl Candidate {
 // Who is on the link receives the whole data set. So the link requires a password that opens nothing else: a secret of
 // this sync. The agent sets it as the server's `masterauth` before `REPLICAOF`. The server's own password for its
 // primary never reaches the link. If the agent is killed, a process that takes over the link's port learns only the
-// secret. The [record](crate::record) restores `masterauth` before the server follows its primary, when it is
+// secret. The [record](remora_process::record) restores `masterauth` before the server follows its primary, when it is
 // detached, and after a crash.
 //
 // If the server refuses `CONFIG SET`, it keeps its `masterauth`, and the link requires that password.
 
 /// The password with which the replica's server logs in at the link.
 #[derive(Clone, Debug)]
-pub(crate) enum LinkLogin {
+pub enum LinkLogin {
     /// A secret of this sync, and the setting that gives it to the server.
     Secret {
         /// The setting's name on this server: `masterauth`, or Valkey's `primaryauth`.
         setting: &'static str,
+        /// The password that the server is given for it.
         secret: Password,
     },
     /// The server's own password for its primary.
-    Own { user: Option<Vec<u8>>, password: Password },
+    Own {
+        /// The user; `None`: `default`.
+        user: Option<Vec<u8>>,
+        /// The password.
+        password: Password,
+    },
 }
 
 /// The server's settings for the login to its primary.
 #[derive(Clone, Debug)]
-pub(crate) struct PrimaryLogin {
+pub struct PrimaryLogin {
     /// `masteruser`; empty for the default user.
-    pub(crate) user: Vec<u8>,
+    pub user: Vec<u8>,
     /// `masterauth`; `None` if the server sends no password.
-    pub(crate) password: Option<Password>,
+    pub password: Option<Password>,
     /// The name of the setting with the password; `None` if the server knows no such setting.
-    pub(crate) setting: Option<&'static str>,
+    pub setting: Option<&'static str>,
 }
 
 /// Random bytes in a secret. A token has 32 too.
@@ -386,11 +397,7 @@ impl LinkLogin {
     ///
     /// # Errors
     /// A refusal if the server permits no `CONFIG SET` and has no `masterauth`.
-    pub(crate) async fn choose(
-        server: &Server,
-        client: &mut Client,
-        login: &PrimaryLogin,
-    ) -> Result<LinkLogin, Failure> {
+    pub async fn choose(server: &Server, client: &mut Client, login: &PrimaryLogin) -> Result<LinkLogin, Failure> {
         let refused = match client.command_once_settled(&["CONFIG", "SET", NO_SETTING, "0"]).await {
             Err(error) if matches!(error.refusal(), Some(RefusalKind::NoPerm | RefusalKind::Unknown)) => Some(error),
             Ok(_) | Err(ServerError::Refused { .. }) => None,
@@ -419,7 +426,7 @@ impl LinkLogin {
     }
 
     /// The login that the link requires.
-    pub(crate) fn access(&self) -> Access {
+    pub fn access(&self) -> Access {
         match self {
             LinkLogin::Secret { secret, .. } => Access::Secret(String::from_utf8_lossy(secret.expose()).into_owned()),
             LinkLogin::Own { user, password } => {
@@ -429,7 +436,7 @@ impl LinkLogin {
     }
 
     /// Sets the server's `masterauth` to the secret. Call it before each `REPLICAOF` to the link.
-    pub(crate) async fn give(&self, record: &mut Record, client: &mut Client) -> Result<(), Failure> {
+    pub async fn give(&self, record: &mut Record, client: &mut Client) -> Result<(), Failure> {
         let LinkLogin::Secret { setting, secret } = self else { return Ok(()) };
         let present = present(client, setting).await?.unwrap_or_default();
         if present == secret.expose() {
@@ -448,7 +455,7 @@ impl LinkLogin {
 }
 
 /// Whether this password may be the secret of another sync's link.
-pub(crate) fn may_be_a_secret(password: &Password) -> bool {
+pub fn may_be_a_secret(password: &Password) -> bool {
     let bytes = password.expose();
     bytes.len() == 2 * SECRET_BYTES && bytes.iter().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
@@ -468,19 +475,19 @@ fn random_secret() -> Result<Password, Failure> {
 
 /// Where the replica's server runs, seen from the agent.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Locality {
+pub struct Locality {
     /// The agent's address to which the server's link connects.
-    pub(crate) link_host: IpAddr,
+    pub link_host: IpAddr,
     /// The server's address. Its connections can come from another one: a forwarded port, a host with several
     /// addresses.
-    pub(crate) server: Option<IpAddr>,
+    pub server: Option<IpAddr>,
     /// The server's user id, if the server is on this host and the kernel reports it.
-    pub(crate) uid: Option<u32>,
+    pub uid: Option<u32>,
 }
 
 impl Locality {
     /// Examines the connection `client`. `process_id` is what the server reports about itself.
-    pub(crate) fn of(client: &Client, process_id: Option<u32>) -> Locality {
+    pub fn of(client: &Client, process_id: Option<u32>) -> Locality {
         match (client.local_addr(), client.peer_addr()) {
             (Some(here), Some(there)) => Locality::between(here, there, process_id),
             // A unix socket.
@@ -504,12 +511,12 @@ impl Locality {
     }
 
     /// Replaces the link's address with the one that the operator named, if any.
-    pub(crate) fn or_listen(self, named: Option<IpAddr>) -> Locality {
+    pub fn or_listen(self, named: Option<IpAddr>) -> Locality {
         Locality { link_host: named.unwrap_or(self.link_host), ..self }
     }
 
     /// Takes a port for the server's link. Calls on the listener do not wait. It listens from [`LinkPort::open`] on.
-    pub(crate) fn take_port(&self) -> Result<(TcpListener, LinkPort), Failure> {
+    pub fn take_port(&self) -> Result<(TcpListener, LinkPort), Failure> {
         let host = self.link_host;
         let no_port = |error| cannot_listen(host, &error);
         let family = if host.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
@@ -523,13 +530,13 @@ impl Locality {
     }
 
     /// Whether a connection from this address can be the server's.
-    pub(crate) fn expects(&self, address: IpAddr) -> bool {
+    pub fn expects(&self, address: IpAddr) -> bool {
         self.link_host.is_loopback() || self.server.is_none_or(|server| server == address)
     }
 }
 
 /// The port for the server's link. It belongs to the agent from the start, and refuses connections until it is open.
-pub(crate) struct LinkPort {
+pub struct LinkPort {
     address: SocketAddr,
     /// The listener's socket, until it listens.
     closed: Option<OwnedFd>,
@@ -537,16 +544,17 @@ pub(crate) struct LinkPort {
 
 impl LinkPort {
     /// One that the simulation has opened.
-    pub(crate) fn opened(address: SocketAddr) -> LinkPort {
+    pub fn opened(address: SocketAddr) -> LinkPort {
         LinkPort { address, closed: None }
     }
 
-    pub(crate) fn address(&self) -> SocketAddr {
+    /// Where it is.
+    pub fn address(&self) -> SocketAddr {
         self.address
     }
 
     /// Listens, from the first call on, until the listener is dropped.
-    pub(crate) fn open(&mut self) -> Result<(), Failure> {
+    pub fn open(&mut self) -> Result<(), Failure> {
         let Some(socket) = &self.closed else { return Ok(()) };
         rustix::net::listen(socket, WAITING).map_err(|error| cannot_listen(self.address.ip(), &error.into()))?;
         self.closed = None;
@@ -575,17 +583,17 @@ const WAITING: i32 = 128;
 
 /// See the module's text.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct LinkFailure(Arc<Mutex<Option<String>>>);
+pub struct LinkFailure(Arc<Mutex<Option<String>>>);
 
 impl LinkFailure {
     /// A connection from there was closed for this reason.
-    pub(crate) fn note(&self, peer: SocketAddr, why: &str) {
+    pub fn note(&self, peer: SocketAddr, why: &str) {
         let text = format!("connection from {} failed: {why}", peer.ip());
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
     }
 
     /// What was noted last; `None` if no connection has failed.
-    pub(crate) fn last(&self) -> Option<String> {
+    pub fn last(&self) -> Option<String> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }

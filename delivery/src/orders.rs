@@ -11,7 +11,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::conversion::Conversion;
-use crate::delivery::introduction::{Answer, Introduction};
+use crate::introduction::{Answer, Introduction};
 use crate::link::candidates::{Candidates, Newcomer};
 use remora_process::exit::Failure;
 use remora_reader::feed::{Feed, Position};
@@ -21,7 +21,7 @@ use remora_reader::relay::reader::{Lost, ReadFrom};
 use remora_reader::spool;
 
 /// An order of the driver to the delivery.
-pub(crate) enum Order {
+pub enum Order {
     /// Read from this feed from now on.
     Attach(Box<Feed>),
     /// Read the snapshot's slots from this source or peer from now on.
@@ -43,15 +43,19 @@ pub(crate) enum Order {
     Introduced {
         /// The introduction's number.
         number: u64,
+        /// What the module has answered, or why it is not used.
         answer: Result<Answer, String>,
     },
-    /// End, and remove the spool if the sync is done.
-    Stop { done: bool },
+    /// End.
+    Stop {
+        /// Remove the spool: the sync is done.
+        done: bool,
+    },
 }
 
 /// What the delivery reports.
 #[derive(Debug)]
-pub(crate) enum Notice {
+pub enum Notice {
     /// The server has connected and sent `PSYNC`.
     Asked,
     /// The server's module must be given memory. The delivery waits for [`Order::Introduced`].
@@ -63,19 +67,36 @@ pub(crate) enum Notice {
     /// The server has loaded the snapshot: it acknowledged an offset.
     Loaded,
     /// The server's link ended.
-    LinkLost { text: String, loading: bool },
+    LinkLost {
+        /// Why.
+        text: String,
+        /// It broke in the middle of the snapshot.
+        loading: bool,
+    },
     /// The feed ended. Another one is needed that begins where [`Position`] says.
-    FeedLost { error: FeedError },
+    FeedLost {
+        /// Why.
+        error: FeedError,
+    },
     /// An upstream replica cannot be read any more. Nothing is read until [`Order::ReadFrom`] names another.
     PeerLost(Lost),
     /// The server's request needs another feed.
     FeedWanted,
     /// A slot in the source's memory is damaged.
-    Damaged { error: FeedError },
+    Damaged {
+        /// Which one, and how.
+        error: FeedError,
+    },
     /// The server cannot be given this data set, or what follows in its stream.
-    Refused { failure: Failure },
+    Refused {
+        /// Why.
+        failure: Failure,
+    },
     /// The delivery cannot continue.
-    Fatal { text: String },
+    Fatal {
+        /// Why.
+        text: String,
+    },
 }
 
 /// The position, as the thread publishes it and the handle reads it.
@@ -118,7 +139,7 @@ pub(super) fn ends() -> io::Result<(Handle, Control)> {
 }
 
 /// The driver's handle on the thread. Dropping it ends the thread.
-pub(crate) struct Handle {
+pub struct Handle {
     orders: Sender<Order>,
     waker: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
@@ -133,24 +154,26 @@ impl Handle {
         Ok(handle)
     }
 
-    pub(crate) fn order(&self, order: Order) {
+    /// Gives an order, and wakes the thread.
+    pub fn order(&self, order: Order) {
         if self.orders.send(order).is_ok() {
             // If the eventfd cannot be written to, it has been woken already.
             let _ = rustix::io::write(&*self.waker, &1_u64.to_ne_bytes());
         }
     }
 
-    pub(crate) fn progress(&self) -> Position {
+    /// Where the delivery is.
+    pub fn progress(&self) -> Position {
         self.shared.read()
     }
 
     /// Whether the delivery was not stopped.
-    pub(crate) fn is_running(&self) -> bool {
+    pub fn is_running(&self) -> bool {
         self.thread.is_some()
     }
 
     /// Ends the thread and waits for its end, which takes one turn of its loop.
-    pub(crate) fn stop(&mut self, done: bool) {
+    pub fn stop(&mut self, done: bool) {
         self.order(Order::Stop { done });
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -165,17 +188,19 @@ impl Drop for Handle {
 }
 
 /// The parts of a delivery.
-pub(crate) struct Setup {
+pub struct Setup {
     /// The listener for the server's link.
-    pub(crate) candidates: Candidates,
+    pub candidates: Candidates,
     /// The folder of the slots that survive the agent (`--state-dir`).
-    pub(crate) spool: Option<PathBuf>,
+    pub spool: Option<PathBuf>,
     /// The slots that were found there.
-    pub(crate) found: Option<spool::Spool>,
+    pub found: Option<spool::Spool>,
     /// How the snapshot is converted; `None`: the server gets the primary's own.
-    pub(crate) conversion: Option<Conversion>,
+    pub conversion: Option<Conversion>,
     /// Bytes of the stream that may wait here while the server loads.
-    pub(crate) backlog_limit: usize,
-    pub(crate) meter: Arc<Meter>,
-    pub(crate) notices: UnboundedSender<Notice>,
+    pub backlog_limit: usize,
+    /// What it counts.
+    pub meter: Arc<Meter>,
+    /// Where its notices go.
+    pub notices: UnboundedSender<Notice>,
 }

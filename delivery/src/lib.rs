@@ -11,7 +11,7 @@
 //!
 //! It reads from the [`Input`] and writes to the [`ServerLink`]. Neither knows the other: each returns values, and this
 //! loop decides. The [`Stream`] holds bytes that have arrived too early. A connection becomes the server's link when it
-//! has logged in and sent `PSYNC`. Until then it is one of the [`candidates`](super::link::candidates).
+//! has logged in and sent `PSYNC`. Until then it is one of the [`candidates`](link::candidates).
 //!
 //! What must hold:
 //! - A server is never given bytes of two snapshots in one payload: another generation drops the link first.
@@ -21,10 +21,18 @@
 //!   came with the mark; one that loads from a file looks for the mark at the end of what it has read.
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
 //! - Progress is published before the notice that it explains: `Loaded` without it would look like a restart.
+//!
+//! [`link`] moves bytes, and keeps other processes from the server's link. [`conversion`] is what a server of another
+//! family or version is given. [`introduction`] is what a module in the server is told.
+#![forbid(unsafe_code)]
+// The docs name private items: read them in the source, or with `--document-private-items`.
+#![allow(rustdoc::private_intra_doc_links)]
 // Larger than the bound: the loop, and what it does with what each side brings, stand in one place.
 
+pub mod conversion;
 mod input;
-pub(super) mod introduction;
+pub mod introduction;
+pub mod link;
 mod orders;
 mod payload;
 mod reference_plan;
@@ -44,11 +52,11 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use self::input::{Fetched, Input, InputError, Stream};
 use self::orders::Control;
-pub(super) use self::orders::{Handle, Notice, Order, Setup};
+pub use self::orders::{Handle, Notice, Order, Setup};
 use self::payload::{Piece, PlainPayload, Used, WriteError, Wrote, random_mark};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
-use super::conversion::Conversion;
-use super::link::candidates::{Candidates, Newcomer};
+use crate::conversion::Conversion;
+use crate::link::candidates::{Candidates, Newcomer};
 use remora_process::exit::{Code, Failure};
 use remora_reader::feed::{Feed, Position};
 use remora_reader::meter::Meter;
@@ -58,7 +66,7 @@ use remora_reader::parts::FeedError;
 const TURN_BYTES: usize = 8 << 20;
 
 /// Starts the thread.
-pub(super) fn spawn(setup: Setup) -> io::Result<Handle> {
+pub fn spawn(setup: Setup) -> io::Result<Handle> {
     Handle::spawn(move |control| Delivery::new(Instant::now(), setup, control).run())
 }
 

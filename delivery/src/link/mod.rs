@@ -1,14 +1,14 @@
 //! Link: one connection from the replica's server to the agent, which acts as its primary. Never blocks; plain or TLS.
 //!
-//! It moves bytes. The [delivery](super::delivery) gives them their meaning.
+//! It moves bytes. The [delivery](crate) gives them their meaning.
 
-pub(crate) mod candidates;
+pub mod candidates;
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,13 +24,11 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
-use super::attend::gate::Served;
-use crate::options::LinkTls;
 use remora_base::x509;
 use remora_process::exit::Failure;
 
 /// One connection from the replica's server, plain or TLS.
-pub(super) struct Link {
+pub struct Link {
     socket: TcpStream,
     tls: Option<Box<ServerConnection>>,
     /// One piece of plain text on its way into TLS.
@@ -43,12 +41,31 @@ pub(super) struct Link {
     _served: Option<Served>,
 }
 
+/// The service of a connection that the gate looks at too. Its end ends the connection towards the server, which the
+/// end of one descriptor does not do while the gate has another one.
+#[must_use = "the connection ends with it"]
+pub struct Served(Arc<TcpStream>);
+
+impl Served {
+    /// Of this connection.
+    pub fn new(connection: Arc<TcpStream>) -> Served {
+        Served(connection)
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        // What was written before still arrives. An error means that the connection has ended already.
+        let _ = self.0.shutdown(Shutdown::Write);
+    }
+}
+
 /// Plain text that is given to TLS at once: a few records of 16 KiB. More would only wait in its buffer.
 const TLS_PIECE: usize = 64 * 1024;
 
 impl Link {
     /// Of a connection that was accepted.
-    pub(super) fn new(socket: TcpStream, peer: SocketAddr, tls: Option<&Arc<ServerConfig>>) -> io::Result<Link> {
+    pub fn new(socket: TcpStream, peer: SocketAddr, tls: Option<&Arc<ServerConfig>>) -> io::Result<Link> {
         let tls = tls.map(|config| ServerConnection::new(config.clone()).map(Box::new));
         Link::of(socket, peer, tls.transpose().map_err(io::Error::other)?)
     }
@@ -67,7 +84,7 @@ impl Link {
     }
 
     /// Of a connection that the gate of an attending agent looks at too.
-    pub(super) fn intercepted(
+    pub fn intercepted(
         socket: TcpStream,
         peer: SocketAddr,
         tls: Option<Box<ServerConnection>>,
@@ -77,14 +94,14 @@ impl Link {
     }
 
     /// Watches from now on what the server has not read, if the kernel can tell. Memory can be lent to the link then.
-    pub(super) fn look_at_what_is_unread(&mut self) {
+    pub fn look_at_what_is_unread(&mut self) {
         if self.tls.is_none() {
             self.unread = Unread::of(&self.socket).ok();
         }
     }
 
     /// Reads what is there: `None` if nothing is yet, 0 at the end of the stream.
-    pub(super) fn read(&mut self, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+    pub fn read(&mut self, buffer: &mut [u8]) -> io::Result<Option<usize>> {
         let Some(tls) = &mut self.tls else { return not_yet(self.socket.read(buffer)) };
         match tls.read_tls(&mut self.socket) {
             Ok(0) => return Ok(Some(0)),
@@ -98,7 +115,7 @@ impl Link {
     }
 
     /// Writes some of `bytes`: `None` if there is no room.
-    pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<Option<usize>> {
+    pub fn write(&mut self, bytes: &[u8]) -> io::Result<Option<usize>> {
         let Some(tls) = &mut self.tls else {
             let wrote = self.socket.write(bytes);
             return self.count(wrote);
@@ -109,7 +126,7 @@ impl Link {
     }
 
     /// Writes what waits in `out` behind `written`, and empties it at the end. `false`: some still waits.
-    pub(super) fn write_out(&mut self, out: &mut Vec<u8>, written: &mut usize) -> io::Result<bool> {
+    pub fn write_out(&mut self, out: &mut Vec<u8>, written: &mut usize) -> io::Result<bool> {
         while *written < out.len() {
             match self.write(&out[*written..])? {
                 Some(n) => *written += n,
@@ -123,7 +140,7 @@ impl Link {
     }
 
     /// Writes some of `length` bytes directly from a table's memory.
-    pub(super) fn write_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
+    pub fn write_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
         if self.tls.is_none() {
             let wrote = view.send(&self.socket, offset, length);
             return self.count(wrote);
@@ -134,24 +151,24 @@ impl Link {
     }
 
     /// Whether memory can be lent to this link: it is plain, and the kernel tells what the server has read.
-    pub(super) fn borrows(&self) -> bool {
+    pub fn borrows(&self) -> bool {
         self.unread.is_some()
     }
 
     /// Lends some of `length` bytes of a table's memory: no byte is copied before the server reads it. The bytes must
     /// not change until [`taken`](Self::taken) has passed the value of [`written`](Self::written) after this call.
-    pub(super) fn lend_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
+    pub fn lend_view(&mut self, view: &View, offset: u64, length: usize) -> io::Result<Option<usize>> {
         let lent = view.send_file(&self.socket, offset, length);
         self.count(lent)
     }
 
     /// Bytes that went into the socket since the link was accepted.
-    pub(super) fn written(&self) -> u64 {
+    pub fn written(&self) -> u64 {
         self.written
     }
 
     /// How many of them are certainly not read from our memory any more: the server has read them, or they were copied.
-    pub(super) fn taken(&mut self) -> io::Result<u64> {
+    pub fn taken(&mut self) -> io::Result<u64> {
         match &mut self.unread {
             Some(unread) => Ok(self.written.saturating_sub(unread.bytes()?)),
             None => Ok(self.written),
@@ -159,7 +176,7 @@ impl Link {
     }
 
     /// Bytes that the socket holds and the server has not read; `None` if the kernel cannot tell.
-    pub(super) fn held(&mut self) -> Option<u64> {
+    pub fn held(&mut self) -> Option<u64> {
         self.unread.as_mut()?.bytes().ok()
     }
 
@@ -170,7 +187,7 @@ impl Link {
     }
 
     /// Writes some of `length` bytes of a file.
-    pub(super) fn write_file(&mut self, file: &File, offset: u64, length: usize) -> io::Result<Option<usize>> {
+    pub fn write_file(&mut self, file: &File, offset: u64, length: usize) -> io::Result<Option<usize>> {
         if self.tls.is_none() {
             let mut at = offset;
             let wrote = rustix::fs::sendfile(&self.socket, file, Some(&mut at), length);
@@ -189,7 +206,7 @@ impl Link {
     }
 
     /// Sends what TLS still holds.
-    pub(super) fn flush(&mut self) -> io::Result<()> {
+    pub fn flush(&mut self) -> io::Result<()> {
         let Some(tls) = &mut self.tls else { return Ok(()) };
         while tls.wants_write() {
             match tls.write_tls(&mut self.socket) {
@@ -202,12 +219,12 @@ impl Link {
     }
 
     /// Whether TLS still holds bytes that only a flush sends.
-    pub(super) fn wants_write(&self) -> bool {
+    pub fn wants_write(&self) -> bool {
         self.tls.as_ref().is_some_and(|tls| tls.wants_write())
     }
 
     /// The socket, for poll(2).
-    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
@@ -250,7 +267,7 @@ fn not_yet(result: io::Result<usize>) -> io::Result<Option<usize>> {
 // queue or has been read: the answer can be too high, never too low.
 
 /// A query for the bytes of a connection that its other end has not read.
-pub(super) struct Unread {
+pub struct Unread {
     system: Socket,
     ours: Vec<u8>,
     theirs: Vec<u8>,
@@ -267,7 +284,7 @@ impl Unread {
     ///
     /// # Errors
     /// `Unsupported` if an end is on another host; the kernel's error if it has no sock_diag.
-    pub(super) fn of(connection: &TcpStream) -> io::Result<Unread> {
+    pub fn of(connection: &TcpStream) -> io::Result<Unread> {
         let (here, there) = (connection.local_addr()?, connection.peer_addr()?);
         if !here.ip().is_loopback() || !there.ip().is_loopback() {
             return Err(io::Error::from(io::ErrorKind::Unsupported));
@@ -281,7 +298,7 @@ impl Unread {
     ///
     /// # Errors
     /// `NotFound` when the connection is gone.
-    pub(super) fn bytes(&mut self) -> io::Result<u64> {
+    pub fn bytes(&mut self) -> io::Result<u64> {
         let unacknowledged = ask(&self.system, &self.ours)?.send_queue;
         let unread = ask(&self.system, &self.theirs)?.recv_queue;
         Ok(u64::from(unacknowledged) + u64::from(unread))
@@ -292,7 +309,7 @@ impl Unread {
 ///
 /// # Errors
 /// `NotFound` if there is no such socket in this network namespace; the kernel's error if it has no sock_diag.
-pub(super) fn owner(here: SocketAddr, there: SocketAddr) -> io::Result<u32> {
+pub fn owner(here: SocketAddr, there: SocketAddr) -> io::Result<u32> {
     Ok(ask(&system()?, &question(here, there))?.uid)
 }
 
@@ -300,7 +317,7 @@ pub(super) fn owner(here: SocketAddr, there: SocketAddr) -> io::Result<u32> {
 ///
 /// # Errors
 /// As [`owner`].
-pub(super) fn inode(here: SocketAddr, there: SocketAddr) -> io::Result<u32> {
+pub fn inode(here: SocketAddr, there: SocketAddr) -> io::Result<u32> {
     Ok(ask(&system()?, &question(here, there))?.inode)
 }
 
@@ -366,7 +383,7 @@ fn question(here: SocketAddr, there: SocketAddr) -> Vec<u8> {
 
 /// Decides when to write again to a socket that was full.
 #[derive(Debug, Default)]
-pub(super) struct Pacer {
+pub struct Pacer {
     pause: Duration,
     until: Option<Instant>,
     /// Bytes written and bytes held by the socket when it was last full.
@@ -383,7 +400,7 @@ const LONGEST: Duration = Duration::from_millis(2);
 
 impl Pacer {
     /// The socket is full: it has been given `written` bytes in all, and holds `held` of them.
-    pub(super) fn full(&mut self, now: Instant, written: u64, held: u64) {
+    pub fn full(&mut self, now: Instant, written: u64, held: u64) {
         let burst = written - self.written;
         if burst > self.held / 4 * 3 {
             self.pause /= 2;
@@ -395,15 +412,26 @@ impl Pacer {
     }
 
     /// The end of the pause; `None`: write as soon as there is room.
-    pub(super) fn until(&self, now: Instant) -> Option<Instant> {
+    pub fn until(&self, now: Instant) -> Option<Instant> {
         self.until.filter(|until| *until > now)
     }
 }
 
 // TLS of the link, for servers that replicate by TLS only: towards such a server we are a TLS server.
 
+/// With which certificate the agent plays a primary, for a server with `tls-replication yes`. Files in PEM.
+#[derive(Clone, Debug, Default)]
+pub struct LinkTls {
+    /// The certificate chain.
+    pub cert: Option<PathBuf>,
+    /// The private key of that certificate.
+    pub key: Option<PathBuf>,
+    /// The authorities that must have signed the server's own certificate. `None`: it is asked for none.
+    pub client_ca: Option<PathBuf>,
+}
+
 /// The configuration that the `--link-…` options describe, if they are given.
-pub(super) fn server_config(options: &LinkTls) -> Result<Option<Arc<ServerConfig>>, Failure> {
+pub fn server_config(options: &LinkTls) -> Result<Option<Arc<ServerConfig>>, Failure> {
     let (Some(cert), Some(key)) = (&options.cert, &options.key) else { return Ok(None) };
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let builder = ServerConfig::builder_with_provider(provider.clone())
