@@ -151,7 +151,9 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
         Command::Probe(args) => {
             until_signal(crate::probe::run(args), ": the figures measured so far are not shown").await
         }
-        Command::Verify(args) => until_signal(crate::verify::run(args), ": nothing was changed on the servers").await,
+        Command::Verify(args) => {
+            until_signal(crate::tools::verify(args.options(), args.json), ": nothing was changed on the servers").await
+        }
         Command::Ready(args) => until_signal(crate::ready::run(args), "").await,
         Command::Switch(args) => crate::switch::run(args).await,
         Command::Migrate(args) => crate::migrate::run(args, global).await,

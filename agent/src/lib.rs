@@ -29,7 +29,7 @@
 //! - [`migrate`]: a server of another family or version becomes an exact replica, by both agents.
 //! - [`switch`]: a replica and its primary change their roles.
 //! - [`plan`]: what replicas will need and cost.
-//! - [`verify`], [`ready`], [`load`], [`tools`]: further commands.
+//! - [`ready`], [`load`], [`tools`]: further commands. [`remora_verify`] compares two servers.
 #![forbid(unsafe_code)]
 // The docs of the two ends name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
@@ -48,7 +48,6 @@ pub mod replicas;
 pub mod status;
 pub mod switch;
 pub mod tools;
-pub mod verify;
 pub mod volume;
 
 // The rooms below, under the names that the modules here know.

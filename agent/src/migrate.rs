@@ -54,7 +54,7 @@ pub async fn run(args: MigrateArgs, global: &GlobalArgs) -> Result<(), Failure> 
         return Ok(());
     }
     if !args.no_verify {
-        let compared = crate::verify::run(args.ends.comparison(RETRY));
+        let compared = crate::tools::verify(args.ends.comparison(RETRY), false);
         until_signal(compared, &format!(": {to} follows {from}, and was not compared to its end")).await?;
     }
     progress::print_line(&format!(

@@ -1,4 +1,4 @@
-//! The small commands around the job: `remora token`, `remora module` and `remora generate`.
+//! The small commands around the job: `remora verify`, `remora token`, `remora module` and `remora generate`.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -18,6 +18,19 @@ use crate::conversation::Identity;
 use crate::exit::Failure;
 use crate::progress;
 use crate::signals::until_signal;
+
+/// Runs `remora verify`, and prints the report, as JSON or as text.
+///
+/// # Errors
+/// The servers differ, it could not be decided, or one of them does not answer.
+pub async fn verify(options: remora_verify::Options, as_json: bool) -> Result<(), Failure> {
+    let report = remora_verify::compare(&options).await?;
+    let told = match as_json {
+        true => progress::print_line(&report.json()),
+        false => progress::print(&report.to_string()),
+    };
+    report.verdict().and(told)
+}
 
 // New tokens: `remora token new`.
 

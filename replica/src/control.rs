@@ -329,8 +329,8 @@ pub(super) fn taken_over(facts: &Facts, expected: Expected<'_>) -> Option<String
 //
 // While a server follows the link, its `masterauth` is the link's secret (see `delivery/src/link/candidates.rs`). An
 // agent that is killed leaves it there, and then the server can follow no primary: each refuses the login. The next
-// agent puts the setting back; without one, the guard does. A password of the server's own stays away from the link's address, where
-// any process may listen by now.
+// agent puts the setting back; without one, the guard does. A password of the server's own stays away from the link's
+// address, where any process may listen by now.
 //
 // Only this setting is put back. A server that holds half a data set must not save it over its file. Decision 25 says
 // why this is a process.

@@ -231,22 +231,18 @@ impl EndsArgs {
     }
 
     /// The comparison of the two, by `remora verify`. `retry_for`: how long it waits for a server that does not answer.
-    pub(crate) fn comparison(&self, retry_for: Duration) -> VerifyArgs {
-        let ends = self.clone();
-        VerifyArgs {
-            primary: ends.from,
-            primary_user: ends.from_user,
-            primary_password_file: ends.from_password_file,
-            replica: ends.to,
-            replica_user: ends.to_user,
-            replica_password_file: ends.to_password_file,
-            tls: ends.tls,
+    pub(crate) fn comparison(&self, retry_for: Duration) -> remora_verify::Options {
+        let login = |url: &ServerUrl, user: &Option<String>, file: &Option<PathBuf>| {
+            self.tls.login(url, user.as_deref(), file.as_deref())
+        };
+        remora_verify::Options {
+            primary: login(&self.from, &self.from_user, &self.from_password_file),
+            replica: login(&self.to, &self.to_user, &self.to_password_file),
             // A digest would keep the old primary from its clients.
-            digest: DigestUse::Never,
+            may_digest: false,
             recheck: ROUNDS,
             limit: SHOWN,
             retry_for,
-            json: false,
         }
     }
 
@@ -330,14 +326,17 @@ pub enum DigestUse {
 }
 
 impl VerifyArgs {
-    /// The primary.
-    pub fn open_primary(&self) -> Result<Server, SetupError> {
-        self.tls.open(&self.primary, self.primary_user.as_deref(), self.primary_password_file.as_deref(), Task::Verify)
-    }
-
-    /// The replica.
-    pub fn open_replica(&self) -> Result<Server, SetupError> {
-        self.tls.open(&self.replica, self.replica_user.as_deref(), self.replica_password_file.as_deref(), Task::Verify)
+    /// The options without their clap attributes.
+    pub(crate) fn options(&self) -> remora_verify::Options {
+        let (primary, replica) = (self.primary_user.as_deref(), self.replica_user.as_deref());
+        remora_verify::Options {
+            primary: self.tls.login(&self.primary, primary, self.primary_password_file.as_deref()),
+            replica: self.tls.login(&self.replica, replica, self.replica_password_file.as_deref()),
+            may_digest: self.digest == DigestUse::Auto,
+            recheck: self.recheck,
+            limit: self.limit,
+            retry_for: self.retry_for,
+        }
     }
 }
 

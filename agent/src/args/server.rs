@@ -12,7 +12,7 @@ use clap::{
 };
 
 use remora_base::x509::Fingerprint;
-use remora_server::{Credentials, Login, Server, ServerUrl, SetupError, Task, TlsOptions, UrlError};
+use remora_server::{Login, Server, ServerUrl, SetupError, Task, TlsOptions, UrlError};
 
 /// `--server` and its login.
 #[derive(Clone, Debug, Args)]
@@ -107,8 +107,17 @@ impl TlsArgs {
         password_file: Option<&Path>,
         task: Task,
     ) -> Result<Server, SetupError> {
-        let tls = if url.is_tls() { self.options() } else { TlsOptions::default() };
-        Server::new(url.clone(), Credentials::gather(user, password_file)?, &tls, task)
+        self.login(url, user, password_file).open(task)
+    }
+
+    /// The same, before anything is read.
+    pub(crate) fn login(&self, url: &ServerUrl, user: Option<&str>, password_file: Option<&Path>) -> Login {
+        Login {
+            url: url.clone(),
+            user: user.map(str::to_owned),
+            password_file: password_file.map(Path::to_owned),
+            tls: if url.is_tls() { self.options() } else { TlsOptions::default() },
+        }
     }
 
     /// The options as words of a command line, for a process that connects to the same server.

@@ -37,7 +37,6 @@ use crate::server::{Server, Task};
 use crate::signals::Signals;
 use crate::tasks::blocking;
 use crate::units::counted;
-use crate::verify;
 
 /// How long the work may wait, for whatever reasons, before it ends. A fail-over takes a few seconds, gossip one.
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
@@ -281,7 +280,9 @@ impl<'a> Migration<'a> {
             tls: login.tls.clone(),
         };
         let slots = shard.slots.clone();
-        let keys = verify::same(&ends.comparison(RETRY)).await.map_err(|failure| {
+        let compared = remora_verify::compare(&ends.comparison(RETRY)).await;
+        let same = compared.and_then(|report| report.verdict().map(|()| report.keys()));
+        let keys = same.map_err(|failure| {
             failure.and(&format!("{replica} does not take the slots {slots} over from {}", shard.primary.place))
         })?;
         progress::say(&format!("{replica} has the same {} as {}", counted(keys, "key"), shard.primary.place));

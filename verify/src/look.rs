@@ -21,7 +21,7 @@ use remora_wire::printable;
 use sha2::{Digest, Sha256};
 
 use super::pair::{Abilities, Side};
-use crate::server::ServerError;
+use remora_server::ServerError;
 
 /// A key at one moment on one server.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,4 +1,4 @@
-//! `remora verify`: tells whether two servers hold the same data, and what differs.
+//! Verify: tells whether two servers hold the same data, and what differs.
 //!
 //! ```text
 //!            digests, if both are idle and allow it ──equal──▶ left to read: expiry times, streams, modules' types
@@ -18,6 +18,11 @@
 //!
 //! Memory: one group of values at a time (`scan` says how large), and the names of some thousand suspects. It writes
 //! nothing to either server.
+//!
+//! [`compare`] is all that a program needs. The crate knows no command line.
+#![forbid(unsafe_code)]
+// The docs name private items: read them in the source, or with `--document-private-items`.
+#![allow(rustdoc::private_intra_doc_links)]
 
 mod look;
 mod pair;
@@ -31,37 +36,38 @@ use serde::Serialize;
 use self::look::Look;
 use self::pair::{Functions, Pair, Side};
 use self::scan::Scan;
-use crate::args::{DigestUse, VerifyArgs};
-use crate::exit::{Code, Failure};
-use crate::patience::{Patience, RETRY_FOR};
-use crate::progress::{self, Meter, Unit};
-use crate::server::{Facts, ServerError};
-use crate::units::counted;
+use remora_base::units::counted;
+use remora_process::exit::{Code, Failure};
+use remora_process::patience::{Patience, RETRY_FOR};
+use remora_process::progress::{Meter, Unit};
+use remora_server::{Facts, Login, ServerError, Task};
 
-/// Runs `remora verify`.
-pub async fn run(args: VerifyArgs) -> Result<(), Failure> {
-    let report = whole(&args).await?;
-    let told = match args.json {
-        true => progress::print_line(&report.json()),
-        false => progress::print(&report.to_string()),
-    };
-    conclude(&report).and(told)
+/// Which servers are compared, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The server to compare with.
+    pub primary: Login,
+    /// The server that is checked.
+    pub replica: Login,
+    /// Compare `DEBUG DIGEST` of both first, if they allow it. A server answers no other client while it computes it.
+    pub may_digest: bool,
+    /// How often what differs is compared again, each time after the replica has caught up: at least once.
+    pub recheck: u32,
+    /// How many differences the report lists. All are counted.
+    pub limit: u32,
+    /// How long a server that does not answer is tried again. Zero: it is tried once.
+    pub retry_for: Duration,
 }
 
-/// Compares, and prints nothing. Returns the number of keys that are the same.
+/// Compares the two servers to the end, whatever comes out.
 ///
 /// # Errors
-/// The servers differ, it could not be decided, or one of them does not answer.
-pub(crate) async fn same(args: &VerifyArgs) -> Result<u64, Failure> {
-    let report = whole(args).await?;
-    conclude(&report).map(|()| report.keys)
-}
-
-async fn whole(args: &VerifyArgs) -> Result<Report, Failure> {
+/// One of the servers does not answer, or they cannot be compared.
+pub async fn compare(options: &Options) -> Result<Report, Failure> {
     let begun = Instant::now();
-    let mut patience = Patience::new(args.retry_for, RETRY_FOR);
+    let mut patience = Patience::new(options.retry_for, RETRY_FOR);
     let mut report = loop {
-        match compared(args).await {
+        match compared(options).await {
             Ok(report) => break report,
             // Nothing was changed: the comparison begins anew.
             Err(failure) => tokio::time::sleep(patience.after(Instant::now(), failure)?).await,
@@ -72,26 +78,26 @@ async fn whole(args: &VerifyArgs) -> Result<Report, Failure> {
 }
 
 /// Connects to both servers and compares them once.
-async fn compared(args: &VerifyArgs) -> Result<Report, Failure> {
-    let (primary, replica) = (args.open_primary()?, args.open_replica()?);
+async fn compared(options: &Options) -> Result<Report, Failure> {
+    let (primary, replica) = (options.primary.open(Task::Verify)?, options.replica.open(Task::Verify)?);
     let (primary, replica) = tokio::try_join!(Side::open(&primary), Side::open(&replica))?;
     let mut pair = Pair::new(primary, replica);
     refuse_itself(&pair)?;
     refuse_to_compare_too_early(&pair)?;
-    let mut report = Report::begin(&pair, args.limit);
-    compare(&mut pair, args, &mut report).await?;
+    let mut report = Report::begin(&pair, options.limit);
+    compare_once(&mut pair, options, &mut report).await?;
     Ok(report)
 }
 
-async fn compare(pair: &mut Pair, args: &VerifyArgs, report: &mut Report) -> Result<(), ServerError> {
-    report.functions = pair.compare_functions(args.recheck).await?;
-    report.method = match args.digest {
-        DigestUse::Auto if digests_agree(pair).await? => Method::Digest,
+async fn compare_once(pair: &mut Pair, options: &Options, report: &mut Report) -> Result<(), ServerError> {
+    report.functions = pair.compare_functions(options.recheck).await?;
+    report.method = match options.may_digest {
+        true if digests_agree(pair).await? => Method::Digest,
         _ => Method::Values,
     };
     let databases = databases_of(&pair.primary.facts, &pair.replica.facts);
     let meter = Meter::start("verify", Unit::Count("key"), Some(keys_to_scan(pair, &databases, report.method)));
-    let mut scan = Scan::new(pair, report, &meter, args.recheck);
+    let mut scan = Scan::new(pair, report, &meter, options.recheck);
     for database in databases {
         scan.database(database).await?;
     }
@@ -155,21 +161,6 @@ fn refuse_to_compare_too_early(pair: &Pair) -> Result<(), Failure> {
     }
 }
 
-fn conclude(report: &Report) -> Result<(), Failure> {
-    if report.differs() {
-        return Err(Failure::new(Code::Differs, format!("the servers differ: {}", report.summary())));
-    }
-    if report.is_undecided() {
-        let text = format!(
-            "{} changed faster than they could be compared, all others are the same; try again when they are written to less, \
-             or with a larger --recheck",
-            report.undecided()
-        );
-        return Err(Failure::new(Code::Undecided, text));
-    }
-    Ok(())
-}
-
 /// The time limit of a digest. A server computes it at some hundred megabytes, or half a million elements, per second:
 /// this is enough for the largest servers in use.
 const DIGEST_LIMIT: Duration = Duration::from_secs(1800);
@@ -178,7 +169,7 @@ const DIGEST_LIMIT: Duration = Duration::from_secs(1800);
 
 /// The result of a comparison.
 #[derive(Clone, Debug, Serialize)]
-struct Report {
+pub struct Report {
     primary: Named,
     replica: Named,
     method: Method,
@@ -256,6 +247,30 @@ impl Difference {
 }
 
 impl Report {
+    /// Whether the servers hold the same.
+    ///
+    /// # Errors
+    /// They differ, or it could not be decided.
+    pub fn verdict(&self) -> Result<(), Failure> {
+        if self.differs() {
+            return Err(Failure::new(Code::Differs, format!("the servers differ: {}", self.summary())));
+        }
+        if self.is_undecided() {
+            let text = format!(
+                "{} changed faster than they could be compared, all others are the same; try again when they are written to less, \
+                 or with a larger --recheck",
+                self.undecided()
+            );
+            return Err(Failure::new(Code::Undecided, text));
+        }
+        Ok(())
+    }
+
+    /// The number of the primary's keys that were compared.
+    pub fn keys(&self) -> u64 {
+        self.keys
+    }
+
     /// An empty report that lists at most `limit` differences.
     fn begin(pair: &Pair, limit: u32) -> Self {
         Self {
@@ -317,7 +332,7 @@ impl Report {
     }
 
     /// The report as one JSON object.
-    fn json(&self) -> String {
+    pub fn json(&self) -> String {
         #[derive(Serialize)]
         struct Whole<'a> {
             same: bool,
@@ -449,7 +464,7 @@ fn describe(look: &Look) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::server::Database;
+    use remora_server::Database;
 
     fn facts(databases: &[u32]) -> Facts {
         let databases = databases.iter();

@@ -8,7 +8,7 @@ use std::{
 use remora_redis::resp::Frame;
 use tokio::time::sleep;
 
-use crate::server::{Client, Facts, Family, Role, Server, ServerError, ServerUrl, Version};
+use remora_server::{Client, Facts, Family, Role, Server, ServerError, ServerUrl, Version};
 
 /// One of the two servers.
 #[derive(Debug)]

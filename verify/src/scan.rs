@@ -12,8 +12,8 @@ use remora_redis::resp::Frame;
 use super::look::{Expiry, Look, body_of_dump, look, scan_answer};
 use super::pair::{Abilities, CaughtUp, Pair, Side};
 use super::{Difference, Kind, Method, Report};
-use crate::progress::Meter;
-use crate::server::{Pipeline, ServerError};
+use remora_process::progress::Meter;
+use remora_server::{Pipeline, ServerError};
 
 /// Keys that one step of `SCAN` requests. A server returns them in well under a millisecond.
 const SCAN_COUNT: &str = "1000";
