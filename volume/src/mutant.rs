@@ -81,6 +81,8 @@ pub(crate) enum Mutant {
     AnsweredWithoutSpace,
     /// An extended attribute of an inode that an image has passed is not written into it.
     XattrsNotPassedOn,
+    /// An image takes the place of the log before the ends of inodes that were put off are in it.
+    PutOffPastTheImage,
     /// A file that was removed is read as if it were there as late as the names say.
     RemovedIsThere,
     /// A store does not keep which size its copy had before a growth that is not agreed.

@@ -97,11 +97,12 @@ fn build(target: &Path) -> Result<()> {
 const RUNS: &str = "bench/runs";
 
 /// Separate programs, and the parts of [`SUITE`].
-const NAMES: [&str; 9] = [
+const NAMES: [&str; 10] = [
     "read_bandwidth",
     "read_latency",
     "nbd_requests",
     "volume_requests",
+    "name_changes",
     "full_sync",
     "messenger",
     "sync",

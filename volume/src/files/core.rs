@@ -240,6 +240,27 @@ impl Core {
         self.submit();
     }
 
+    /// A change of names that nobody waits for. If it can wait, it is written with the next one.
+    pub(super) fn change_later(&self, caller: Caller<()>, change: impl FnOnce(&mut Names) -> Result<(), NamesError>) {
+        let mut state = self.state();
+        self.prepare(&mut state);
+        let changed = change(&mut state.names).map_err(FilesError::Names);
+        let log = if state.names.put_off() { None } else { state.names.commit() };
+        let told = match log {
+            Some(BlocksToWrite { first, data }) => {
+                self.put_last(Request::write(first, data), caller, ());
+                self.put_blocks(state.names.step());
+                None
+            }
+            None => Some(caller),
+        };
+        drop(state);
+        if let Some(caller) = told {
+            caller.tell(changed);
+        }
+        self.submit();
+    }
+
     /// Several changes of contents, one after the other. The caller is told after the last one.
     pub(super) fn change_several(
         self: &Arc<Core>,

@@ -193,13 +193,13 @@ impl Files {
         Ok(self.core.state().names.hold(ino)?)
     }
 
-    /// Gives uses back. An inode that is not held and has no name is gone. Times that are only in memory are written.
-    /// Nothing waits for that.
+    /// Gives uses back. An inode that is not held and has no name is gone, which is written with the next change. Times
+    /// that are only in memory are written. Nothing waits for that.
     pub fn release(&self, ino: u64, count: u32) {
         let caller = self.core.caller(CHANGE_BYTES, |_| {});
-        self.core.change(caller, |names, _| {
+        self.core.change_later(caller, |names| {
             names.release(ino, count)?;
-            Ok(names.settle(ino)?)
+            names.settle(ino)
         });
         self.core.forget(ino);
     }

@@ -238,6 +238,15 @@ pub const FRAME_HEAD_BYTES: usize = 16;
 /// frame is several.
 pub const MOST_FRAME_BYTES: usize = 8 << 10;
 
+/// Inodes whose ends are put off at most, and written with the next change.
+pub(super) const MOST_PUT_OFF: usize = 64;
+
+/// Bytes of the record that ends an inode.
+const GONE_BYTES: usize = 9;
+
+/// Bytes of the log that are free before a change: for the frame of what was put off, and for its own.
+pub(super) const ROOM_OF_A_CHANGE: u64 = (MOST_FRAME_BYTES + 3 * FRAME_HEAD_BYTES + MOST_PUT_OFF * GONE_BYTES) as u64;
+
 /// The most bytes of a record.
 pub const MOST_RECORD_BYTES: usize = 1 + 8 + 1 + ATTRIBUTES_BYTES + 2 + MOST_TARGET_BYTES;
 

@@ -1,7 +1,7 @@
 //! Random changes against a plain map from paths to what they stand for, and every prefix of what was written.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use proptest::prelude::*;
 use rustix::io::Errno;
@@ -70,6 +70,11 @@ impl World {
         self.now += 1;
         self.writes.extend(self.names.prepare());
         let result = change(&mut self.names, self.now);
+        self.commit();
+        result
+    }
+
+    fn commit(&mut self) {
         let written = self.names.commit();
         if let Some(blocks) = written {
             assert!(blocks.data.len() <= super::log::MOST_FRAME_BYTES + 2 * BLOCK_BYTES);
@@ -79,7 +84,16 @@ impl World {
         let step = self.names.step();
         assert!(step.iter().map(|blocks| blocks.data.len()).sum::<usize>() <= super::writer::MOST_STEP_BYTES);
         self.writes.extend(step);
-        result
+    }
+
+    /// A use of an inode is over, which nobody waits for.
+    fn release(&mut self, ino: u64) {
+        self.writes.extend(self.names.prepare());
+        self.names.release(ino, 1).unwrap();
+        match self.names.put_off() {
+            true => self.writes.extend(self.names.step()),
+            false => self.commit(),
+        }
     }
 
     /// Every prefix of the writes is the names after one change, the last one that it has.
@@ -432,9 +446,7 @@ fn carry_out(world: &mut World, model: &mut Model, held: &mut Vec<u64>, step: &S
             (real, model.find(path).map(drop))
         }
         Step::ReleaseAll => {
-            for ino in held.drain(..) {
-                world.change(|names, _| names.release(ino, 1)).unwrap();
-            }
+            held.drain(..).for_each(|ino| world.release(ino));
             (Ok(()), Ok(()))
         }
         Step::Reopen => {
@@ -907,6 +919,45 @@ fn extended_attributes_change_while_an_image_is_written() {
     busy_xattrs();
     Mutant::set(Some(Mutant::XattrsNotPassedOn));
     let found = std::panic::catch_unwind(busy_xattrs);
+    Mutant::set(None);
+    assert!(found.is_err(), "the mutant lives");
+}
+
+/// Files that are held are removed, and released later.
+fn busy_ends() {
+    let geometry = Geometry::with_area(65536, 16).unwrap();
+    let mut world = World::new(geometry);
+    let name = |number: u64| format!("{number}-{}", "x".repeat(number as usize * 7 % 90)).into_bytes();
+    let mut held = VecDeque::new();
+    for number in 0..2000 {
+        let made = world.change(|names, now| names.create(ROOT, &name(number), new(NewKind::File, 0o600), now));
+        held.push_back((number, world.names.hold(made.unwrap().ino).unwrap().ino));
+        if held.len() > 40 {
+            for (number, ino) in held.drain(..number as usize % 40) {
+                world.change(|names, now| names.unlink(ROOT, &name(number), now)).unwrap();
+                world.release(ino);
+            }
+        }
+    }
+    let many: Vec<_> = held.drain(..).collect();
+    many.iter().for_each(|(number, _)| {
+        world.change(|names, now| names.unlink(ROOT, &name(*number), now)).unwrap();
+    });
+    let before = world.writes.len();
+    many.iter().for_each(|(_, ino)| world.release(*ino));
+    assert!(world.writes.len() <= before + 1, "{} writes for {} ends", world.writes.len() - before, many.len());
+    world.commit();
+    let heads = world.writes.iter().filter(|write| write.first == 0).count();
+    assert!(heads > 5, "{heads} heads");
+    world.check_prefixes(geometry);
+}
+
+#[test]
+fn ends_of_inodes_wait_for_the_next_change_and_no_image_passes_them() {
+    use crate::mutant::Mutant;
+    busy_ends();
+    Mutant::set(Some(Mutant::PutOffPastTheImage));
+    let found = std::panic::catch_unwind(busy_ends);
     Mutant::set(None);
     assert!(found.is_err(), "the mutant lives");
 }

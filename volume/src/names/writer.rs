@@ -12,8 +12,8 @@ use super::inode::{Attr, Attributes, Body, Inode, Kind, MOST_LINKS, MOST_TARGET_
 use super::late::Late;
 use super::layout::{Area, CLUSTER_BYTES, Geometry, Head};
 use super::log::{
-    BlocksToWrite, FRAME_HEAD_BYTES, Log, LogReader, MOST_FRAME_BYTES, MOST_NAME_BYTES, Malformed, Next, Record,
-    is_name,
+    BlocksToWrite, Log, LogReader, MOST_FRAME_BYTES, MOST_NAME_BYTES, MOST_PUT_OFF, Malformed, Next, ROOM_OF_A_CHANGE,
+    Record, is_name,
 };
 use super::tree::{
     New, NewKind, ROOT, RUN_BYTES, Rename, SetAttributes, SetTime, SetXattr, SetXattrHow, Tree, entry_bytes,
@@ -32,6 +32,8 @@ pub struct Names {
     image: Option<Image>,
     /// Records of the next frame.
     pending: Vec<Record>,
+    /// The first of them, so many, are put off: they get a frame of their own before it.
+    put_off: usize,
     /// Bytes of the log for which no part of an image was written.
     owed: u64,
     /// Files whose times are newer in memory than in the log.
@@ -90,6 +92,7 @@ impl Names {
             log,
             image: None,
             pending: Vec::new(),
+            put_off: 0,
             owed: 0,
             touched: BTreeSet::new(),
             linkable: BTreeSet::new(),
@@ -234,12 +237,16 @@ impl Names {
         if is_needless { Ok(()) } else { self.check_room(bytes) }
     }
 
-    /// Before a change: makes room for its frame. Usually there is some, and nothing is to be written.
+    /// Before a change: makes room for its frame, and for one before it. Usually there is some, and nothing is to be
+    /// written.
     pub fn prepare(&mut self) -> Vec<BlocksToWrite> {
         let mut writes = Vec::new();
+        if self.keeps_its_log() {
+            return writes; // there was room when something was put off
+        }
         // The second time is for an image that had become longer than it must be.
         for _ in 0..3 {
-            if self.log.room() >= (MOST_FRAME_BYTES + FRAME_HEAD_BYTES) as u64 {
+            if self.log.room() >= ROOM_OF_A_CHANGE {
                 break;
             }
             while self.write_image(LONG_STEP_BYTES, &mut writes) {}
@@ -260,14 +267,30 @@ impl Names {
         if self.pending.is_empty() {
             return None;
         }
-        self.owed += self.log.append(&self.pending);
+        let (before, change) = self.pending.split_at(self.put_off);
+        for records in [before, change].into_iter().filter(|records| !records.is_empty()) {
+            self.owed += self.log.append(records);
+        }
         self.pending.clear();
+        self.put_off = 0;
         Some(self.log.take(false))
+    }
+
+    /// Instead of [`Names::commit`], after a change that nobody waits for: if it has only ended inodes, that is written
+    /// with the next change. If the writer dies before, the next one ends them. `false`: it is to be committed.
+    pub fn put_off(&mut self) -> bool {
+        let is_end = |record: &Record| matches!(record, Record::Gone { .. });
+        let may_wait = self.pending.len() <= MOST_PUT_OFF && self.pending.iter().all(is_end);
+        self.put_off = if may_wait { self.pending.len() } else { self.put_off };
+        may_wait
     }
 
     /// After a change was submitted: the next blocks of an image, if one is to be written.
     pub fn step(&mut self) -> Vec<BlocksToWrite> {
         let mut writes = Vec::new();
+        if self.keeps_its_log() {
+            return writes;
+        }
         if self.image.is_some() || self.log.at() >= self.head.geometry.image_begins_at() {
             let bytes = (self.owed * PACE).clamp(LEAST_STEP_BYTES, LONGEST_STEP_BYTES);
             self.owed = self.owed.saturating_sub(bytes / PACE);
@@ -276,6 +299,16 @@ impl Names {
             self.owed = 0;
         }
         writes
+    }
+
+    /// Whether no image may take the place of the log now: it knows of what was put off, so a log behind it could not
+    /// have that any more.
+    fn keeps_its_log(&self) -> bool {
+        #[cfg(test)]
+        if crate::mutant::Mutant::PutOffPastTheImage.is_active() {
+            return false;
+        }
+        self.put_off > 0
     }
 
     /// Writes so much of an image, or begins one. Returns whether something of it is left.

@@ -83,6 +83,17 @@ fn volume_requests_measures_every_scene() {
 
 #[test]
 #[ignore = "long: make test-all"]
+fn name_changes_are_measured_in_a_mount_and_beside_it() {
+    let Some(()) = require::fuse() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().display().to_string();
+    run(env!("CARGO_BIN_EXE_name_changes"), &["--rounds", "1", "--files", "200", "--out", &out], &[0]);
+    let samples = kept(folder.path())["samples"].as_array().unwrap().clone();
+    assert_eq!(samples.len(), 3 * 2 * 4, "three subjects, two numbers of directories, four figures: {samples:?}");
+}
+
+#[test]
+#[ignore = "long: make test-all"]
 fn mass_replacement_takes_one_full_copy_of_each_primary_with_remora() {
     let Some(()) = require::shaping() else { return };
     let Some(_) = require::valkey() else { return };
