@@ -105,14 +105,21 @@ impl Cluster {
             let folder = self.folder(&format!("{name}-run"));
             fs::write(folder.join("given.conf"), self.placed(&pod, &format!("{text}\n{more}"))).unwrap();
         }
-        for container in spec["initContainers"].as_sequence().unwrap() {
+        for container in spec["initContainers"].as_sequence().into_iter().flatten() {
             let mut agent = self.start(&pod, container, spec);
             let name = container["name"].as_str().unwrap();
             if container["restartPolicy"] == "Always" {
-                if name == "attend" {
-                    agent.wait_for_event("attending", LONG).unwrap();
-                }
                 pod.containers.insert(name.into(), agent);
+                // What comes after a sidecar waits for its probe.
+                if let Some(path) = container["startupProbe"]["httpGet"]["path"].as_str() {
+                    let waited = wait_until("the sidecar to have started", LONG, || {
+                        let (is_well, said) = pod.page(path);
+                        Ok(if is_well { Ok(()) } else { Err(said) })
+                    });
+                    assert!(waited.is_ok(), "{waited:?}\n{}", pod.output());
+                } else if name == "attend" {
+                    pod.containers.get_mut(name).unwrap().wait_for_event("attending", LONG).unwrap();
+                }
             } else {
                 // One that fails is started again.
                 wait_until("the initial container to end well", LONG, || {
@@ -202,8 +209,9 @@ impl Cluster {
 
     /// Runs the readiness probe of a pod once; whether it says yes, and what it says.
     pub(crate) fn probe(&self, pod: &Pod, spec: &Value) -> (bool, String) {
-        let container = spec["initContainers"].as_sequence().unwrap().iter();
-        let container = container.clone().find(|container| !container["readinessProbe"].is_null()).unwrap();
+        let containers = ["initContainers", "containers"].map(|field| spec[field].as_sequence());
+        let mut containers = containers.into_iter().flatten().flatten();
+        let container = containers.find(|container| !container["readinessProbe"].is_null()).unwrap();
         if let Some(path) = container["readinessProbe"]["httpGet"]["path"].as_str() {
             return pod.page(path);
         }

@@ -71,13 +71,13 @@ capabilities: { drop: [ALL] }
 {{ end }}
 {{- end }}
 
-{{- /* Alive means that the agent answers. Its server starts only then: it makes connections, and the agent must have them. */ -}}
+{{- /* Alive means that the agent answers. The first argument is how long that may take at the start, in seconds. */ -}}
 {{- define "remora.agentProbes" -}}
 startupProbe:
   httpGet: { path: /healthz, port: metrics }
   periodSeconds: 1
   timeoutSeconds: 6
-  failureThreshold: 60
+  failureThreshold: {{ index . 0 }}
 livenessProbe:
   httpGet: { path: /healthz, port: metrics }
   periodSeconds: 10
