@@ -253,6 +253,13 @@ chart:
 	done
 	$(HELM) package deploy/chart/remora --version $(VERSION) --app-version $(VERSION) --destination target/chart
 
+## test-kubernetes: rolls a fleet on a real Kubernetes of one node, which is built once into .cache/kubernetes (up to an hour); needs Go and root; ARGS=redis
+.PHONY: test-kubernetes
+test-kubernetes:
+	@dev/lab/setup/setup --kubernetes
+	$(CARGO) build --locked -p remora-agent
+	PROGRAM=$(TARGET)/debug/remora dev/lab/kubernetes/try $(ARGS)
+
 ## audit: sources, licences, versions and known vulnerabilities of the crates that are used; what can't be looked for is said
 .PHONY: audit
 audit:
