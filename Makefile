@@ -81,7 +81,7 @@ loom:
 ## simulate: schedules of whole syncs in a simulated world, for long; ARGS="--hours 8", ARGS="--seed 7"
 .PHONY: simulate
 simulate:
-	$(CARGO) run --release --locked -p remora-agent --features simulation --example simulate -- $(ARGS)
+	$(CARGO) run --release --locked -p remora-simulation --bin simulate -- $(ARGS)
 
 # Three tests, one after the other, on every processor.
 SECONDS ?= 1200

@@ -15,7 +15,6 @@ use tracing_subscriber::EnvFilter;
 use crate::args::{self, Cli, Command, GlobalArgs, LogLevel};
 use crate::config::Words;
 use crate::exit::{Code, Failure};
-use crate::replica::control;
 use crate::signals::{self, until_signal};
 use crate::{events, host_threads, progress};
 
@@ -143,13 +142,9 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
     match command {
         // Source and replica have something to clean up when they are stopped, so they catch signals themselves.
         Command::Source(args) => crate::source::run(args.options(remora_backup::checked_snapshot)?).await,
-        Command::Replica(args) if control::is_guard() => control::run_guard(args).await,
-        Command::Replica(args) => {
-            control::this_is_the_command();
-            crate::replica::run(args).await
-        }
-        Command::Attend(args) => crate::replica::attend::run(args).await,
-        Command::Intercept(args) => crate::intercept::run(args).await,
+        Command::Replica(args) => crate::replicas::replica(args).await,
+        Command::Attend(args) => crate::replicas::attend(args).await,
+        Command::Intercept(args) => crate::replicas::intercept(args).await,
         Command::Status(args) => until_signal(crate::status::run(args), "").await,
         Command::Devices(args) => crate::transports::print_report(args.json),
         Command::Plan(args) => until_signal(crate::plan::run(args), "").await,

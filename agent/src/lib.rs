@@ -12,18 +12,18 @@
 //!
 //! The crate has the loops that drive the pure state machines and the memory of the crates below, and the command line.
 //! Protocols are in `remora_redis`, `remora_protocol` and `remora_messenger`, transports in `remora_fabric`, and the
-//! layout of tables in `remora_table`. [`remora_source`] is the source, and [`remora_reader`] what every reader of one
-//! does. [`remora_backup`] has snapshots as files, and backups. [`remora_conversation`] is how agents talk,
-//! [`remora_server`] the client of a Redis or Valkey server, with Sentinels, [`remora_metrics`] what agents show to
-//! those who watch them, [`remora_process`] what each command stands on, and [`remora_base`] what all do.
+//! layout of tables in `remora_table`. [`remora_source`] is the source, [`remora_replica`] the replica, and
+//! [`remora_reader`] what every reader of a source does. [`remora_backup`] has snapshots as files, and backups.
+//! [`remora_conversation`] is how agents talk, [`remora_server`] the client of a Redis or Valkey server, with
+//! Sentinels, [`remora_metrics`] what agents show to those who watch them, [`remora_process`] what each command stands
+//! on, and [`remora_base`] what all do.
 //!
 //! The modules, in the order in which to read them:
 //!
 //! - [`args`]: the command line; [`config`]: what files and the environment add to it; [`commands`]: the process around
 //!   one command. **Start here.**
-//! - [`replica`], [`status`]: the job. `estimate`: how long a sync will take.
+//! - [`replicas`]: the commands of [`remora_replica`], the other end of the job. [`status`]: what a source says.
 //! - [`probe`] measures the transports.
-//! - [`intercept`]: the rules by which a server's connections come to an agent that attends it ([`replica::attend`]).
 //! - [`cluster`]: clusters as a whole. [`backup`]: the commands of [`remora_backup`], which has snapshots as files.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
 //! - [`migrate`]: a server of another family or version becomes an exact replica, by both agents.
@@ -39,16 +39,12 @@ pub mod backup;
 pub mod cluster;
 pub mod commands;
 pub mod config;
-mod estimate;
-pub mod intercept;
 pub mod load;
 pub mod migrate;
 pub mod plan;
 pub mod probe;
 pub mod ready;
-pub mod replica;
-#[cfg(any(test, feature = "simulation"))]
-pub mod simulation;
+pub mod replicas;
 pub mod status;
 pub mod switch;
 pub mod tools;
@@ -56,9 +52,7 @@ pub mod verify;
 pub mod volume;
 
 // The rooms below, under the names that the modules here know.
-#[cfg(any(test, feature = "simulation"))]
-use remora_base::mutation;
-use remora_base::{pace as backoff, pace as growth};
+use remora_base::pace as growth;
 pub use remora_base::{units, x509};
 pub use remora_conversation as conversation;
 pub use remora_conversation::transports;

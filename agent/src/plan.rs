@@ -11,13 +11,13 @@ use remora_redis::resp::Frame;
 use serde::Serialize;
 
 use crate::args::{PlanArgs, PlannedSecurity};
-use crate::estimate::{BACKLOG_SECONDS, Course, Times};
 use crate::exit::Failure;
 use crate::growth::Growth;
 use crate::progress;
 use crate::reader::source::{DEFAULT_MEMORY, Sinks};
 use crate::server::{Client, Facts, PinSizes, ServerError, Task};
 use crate::source::{Compress, Shares, Wanted, default_slot_size, expected, least_memory};
+use remora_replica::estimate::{BACKLOG_SECONDS, Course, Times};
 
 use crate::units::{Size, counted, readable, rounded};
 

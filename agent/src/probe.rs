@@ -15,9 +15,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_fabric::{
-    Completion, Connector, Error, Memory, Pages, Peer, ReadError, ReadRequest, RegionKey, Secret, TransportKind,
-};
+use remora_fabric::{Connector, Error, Memory, Pages, Peer, RegionKey, Secret, TransportKind};
 use remora_protocol::Message;
 use serde_json::{Value, json};
 
@@ -25,6 +23,7 @@ use crate::args::{HostPort, ProbeArgs};
 use crate::conversation::{Connection, derive};
 use crate::exit::{Code, Failure};
 use crate::progress;
+use crate::reader::pump::{Cell, Pump, Stopped, WARM_BYTES, WARM_DEPTH, place_bytes};
 use crate::transports::{LANES_LABEL, TransportChoices};
 use crate::units::{Size, readable};
 
@@ -181,11 +180,11 @@ impl Report {
     }
 }
 
-// Measures one transport: a number of reads is kept in flight for a time, and each read is timed.
-//
-// The region is read from front to back again and again, each read from a page of its own, as the parts of a table
-// are. Before the first figure the region is read once (for no longer than some figures take), so that no figure
-// includes first-time costs.
+// Measures one transport by a [`Pump`]. Before the first figure the region is read once (for no longer than some
+// figures take), so that no figure includes first-time costs.
+
+/// How many times the time of a figure that may take.
+const WARM_TIMES: u32 = 5;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -198,23 +197,6 @@ struct Plan {
     time: Duration,
     /// The time limit of the whole measurement.
     limit: Duration,
-}
-
-/// The figures for one size at one depth.
-#[derive(Clone, Debug)]
-struct Cell {
-    /// Bytes of one read.
-    size: u32,
-    /// Reads in flight at once.
-    depth: usize,
-    /// Reads that completed.
-    reads: u64,
-    /// The time from the first request to the last byte.
-    elapsed: Duration,
-    /// The median time from a read's request to its last byte.
-    median: Duration,
-    /// The time within which 99 of 100 reads completed.
-    p99: Duration,
 }
 
 impl Plan {
@@ -240,16 +222,6 @@ impl Plan {
     }
 }
 
-impl Cell {
-    fn bytes_per_second(&self) -> f64 {
-        self.reads as f64 * f64::from(self.size) / self.elapsed.as_secs_f64().max(1e-9)
-    }
-
-    fn reads_per_second(&self) -> f64 {
-        self.reads as f64 / self.elapsed.as_secs_f64().max(1e-9)
-    }
-}
-
 /// Measures all sizes at all depths, small sizes first, until `deadline`.
 fn transport(peer: &mut dyn Peer, region: u64, plan: &Plan, deadline: Instant) -> Outcome {
     let mut cells = Vec::new();
@@ -264,162 +236,6 @@ fn transport(peer: &mut dyn Peer, region: u64, plan: &Plan, deadline: Instant) -
     let trouble = measured.err().map(|why: Stopped| why.to_string());
     Outcome::Measured { cells, trouble }
 }
-
-/// Bytes per second of a transport that is read in large pieces, measured for a moment; `None` if it could not be
-/// measured. The peer's sink must have [`MOMENT_SINK`] bytes.
-pub(crate) fn in_a_moment(peer: &mut dyn Peer, region: u64) -> Option<u64> {
-    let deadline = Instant::now() + MOMENT_LIMIT;
-    let cell = Pump::new(WARM_BYTES, WARM_DEPTH, region, MOMENT, deadline).run(peer).ok()?;
-    Some(cell.bytes_per_second() as u64).filter(|rate| *rate > 0)
-}
-
-/// How long a transport is read for that.
-const MOMENT: Duration = Duration::from_millis(300);
-
-/// How long that may take: what is in flight at the end may be late on a slow link.
-const MOMENT_LIMIT: Duration = Duration::from_secs(10);
-
-/// Bytes of memory for that.
-pub(crate) const MOMENT_SINK: u64 = WARM_BYTES as u64 * WARM_DEPTH as u64;
-
-/// Why a measurement ended early.
-#[derive(Debug, thiserror::Error)]
-enum Stopped {
-    #[error("the time of --limit was over")]
-    Late,
-    #[error("{0}")]
-    Peer(#[from] Error),
-    #[error("a read failed: {0}")]
-    Read(#[from] ReadError),
-}
-
-/// Keeps reads in flight.
-struct Pump {
-    size: u32,
-    depth: usize,
-    region: u64,
-    time: Duration,
-    deadline: Instant,
-    /// The number of bytes after which it ends before its time.
-    most: u64,
-    /// The offset of the next read in the region.
-    offset: u64,
-    /// When the read into each place was requested.
-    asked: Vec<Instant>,
-    nanos: Vec<u64>,
-}
-
-impl Pump {
-    fn new(size: u32, depth: usize, region: u64, time: Duration, deadline: Instant) -> Pump {
-        let asked = vec![Instant::now(); depth];
-        Pump {
-            size,
-            depth,
-            region,
-            time,
-            deadline,
-            most: u64::MAX,
-            offset: 0,
-            asked,
-            nanos: Vec::with_capacity(FIRST_SAMPLES),
-        }
-    }
-
-    fn once_around(self) -> Pump {
-        Pump { most: self.region, ..self }
-    }
-
-    fn run(mut self, peer: &mut dyn Peer) -> Result<Cell, Stopped> {
-        let began = Instant::now();
-        let (mut now, mut reads, mut under_way) = (began, 0_u64, 0);
-        let mut free: Vec<u64> = (0..self.depth as u64).rev().collect();
-        let mut requests = Vec::with_capacity(self.depth);
-        let mut completions: Vec<Completion> = Vec::with_capacity(self.depth);
-        loop {
-            let is_over = now - began >= self.time || reads * u64::from(self.size) >= self.most;
-            if is_over && under_way == 0 {
-                return Ok(self.cell(reads, now - began));
-            }
-            let left = self.deadline.saturating_duration_since(now);
-            if left.is_zero() {
-                return Err(Stopped::Late);
-            }
-            if !is_over {
-                requests.clear();
-                requests.extend(free.drain(..).map(|place| self.next(place, now)));
-                let accepted = peer.post_read(&requests)?;
-                free.extend(requests.iter().skip(accepted).map(|request| request.tag));
-                under_way += accepted;
-            }
-            completions.clear();
-            if peer.poll(&mut completions)? == 0 {
-                peer.wait(left.min(PATIENCE))?;
-            }
-            now = Instant::now();
-            for done in &completions {
-                done.result?;
-                self.took(done.tag, now);
-            }
-            free.extend(completions.iter().map(|done| done.tag));
-            reads += completions.len() as u64;
-            under_way -= completions.len();
-        }
-    }
-
-    /// The next read, into this place.
-    fn next(&mut self, place: u64, now: Instant) -> ReadRequest {
-        if self.offset + u64::from(self.size) > self.region {
-            self.offset = 0;
-        }
-        let request = ReadRequest {
-            tag: place,
-            offset: self.offset,
-            length: self.size,
-            sink_offset: place * place_bytes(self.size),
-        };
-        self.offset += place_bytes(self.size);
-        if let Some(asked) = self.asked.get_mut(place as usize) {
-            *asked = now;
-        }
-        request
-    }
-
-    fn took(&mut self, place: u64, now: Instant) {
-        let Some(asked) = self.asked.get(place as usize).filter(|_| self.nanos.len() < MOST_SAMPLES) else { return };
-        self.nanos.push(u64::try_from((now - *asked).as_nanos()).unwrap_or(u64::MAX));
-    }
-
-    fn cell(mut self, reads: u64, elapsed: Duration) -> Cell {
-        self.nanos.sort_unstable();
-        let at = |hundredths: usize| {
-            let index = (self.nanos.len() * hundredths / 100).min(self.nanos.len().saturating_sub(1));
-            Duration::from_nanos(self.nanos.get(index).copied().unwrap_or(0))
-        };
-        Cell { size: self.size, depth: self.depth, reads, elapsed, median: at(50), p99: at(99) }
-    }
-}
-
-/// Bytes of a place. Reads are at least a page apart.
-fn place_bytes(size: u32) -> u64 {
-    u64::from(size).next_multiple_of(PAGE_BYTES)
-}
-
-const PAGE_BYTES: u64 = 4096;
-
-/// The size of the reads that read the region once beforehand, and for how many times the time of a figure they may
-/// take.
-const WARM_BYTES: u32 = 1 << 20;
-const WARM_DEPTH: usize = 4;
-const WARM_TIMES: u32 = 5;
-
-/// The longest sleep: then the clock is read again.
-const PATIENCE: Duration = Duration::from_millis(100);
-
-/// The most times that are kept for one figure: enough for its percentiles, and at most 8 MiB. Later reads are counted
-/// and not timed.
-const MOST_SAMPLES: usize = 1 << 20;
-/// Room for this many times from the beginning, so that reads do not pay for allocations.
-const FIRST_SAMPLES: usize = 1 << 16;
 
 // Formats the figures as tables and as JSON.
 

@@ -32,6 +32,11 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
+    /// All numbers that follow, as seeds for runs of a test.
+    pub fn draws(mut self) -> impl Iterator<Item = u64> {
+        std::iter::repeat_with(move || self.draw())
+    }
+
     /// Draws a number from 0 up to 1, without 1: as many bits as a float has.
     pub fn fraction(&mut self) -> f64 {
         (self.draw() >> 11) as f64 / (1_u64 << 53) as f64

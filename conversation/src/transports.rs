@@ -105,6 +105,19 @@ pub struct RdmaRead {
     pub completion: CompletionMode,
 }
 
+impl Default for RdmaRead {
+    fn default() -> RdmaRead {
+        RdmaRead {
+            end: RdmaEnd::default(),
+            queue_pairs: 1,
+            queue_depth: 64,
+            reads: 16,
+            piece: Size::bytes(256 << 10),
+            completion: CompletionMode::PollThenArm,
+        }
+    }
+}
+
 /// How fast an agent sends slots to others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum UploadLimit {

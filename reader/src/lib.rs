@@ -18,6 +18,7 @@
 //! - [`relay`] is a reader's part in passing slots on: [`relay::reader`] reads slots of other replicas, and
 //!   `relay::lender` lends them.
 //! - [`spool`] keeps slots in files that outlive the process. [`meter`] counts what arrives.
+//! - [`pump`] measures how fast a region is read.
 //! - [`loss`] says why a source cannot be used, and how long one waits for it.
 //!
 //! The crate decides what is believed: of a source its history, and of a slot its checksum or its seal. What follows
@@ -32,6 +33,7 @@ pub mod meter;
 mod options;
 pub mod parts;
 pub mod primaries;
+pub mod pump;
 pub mod relay;
 pub mod source;
 pub mod spool;

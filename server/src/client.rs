@@ -4,6 +4,7 @@ use std::{
     future::Future,
     io,
     net::{IpAddr, SocketAddr},
+    path::PathBuf,
     sync::Arc,
     time::Duration,
 };
@@ -44,6 +45,30 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// The most bytes that one read takes from the socket. Larger reads gained nothing, and this fits in the L2 cache.
 const READ_BYTES: usize = 64 * 1024;
+
+/// A server, and where its login is: nothing has been read or connected yet.
+#[derive(Clone, Debug)]
+pub struct Login {
+    /// The server's address.
+    pub url: ServerUrl,
+    /// The ACL user. `None`: a password belongs to the user `default`.
+    pub user: Option<String>,
+    /// The file whose first line is the password. `None`: [`PASSWORD_VARIABLE`](super::PASSWORD_VARIABLE) counts.
+    pub password_file: Option<PathBuf>,
+    /// How to connect to a `rediss://` server.
+    pub tls: TlsOptions,
+}
+
+impl Login {
+    /// Reads the named files and prepares connections to the server. It sends nothing.
+    ///
+    /// # Errors
+    /// A file cannot be used, or the options contradict each other.
+    pub fn open(&self, task: Task) -> Result<Server, SetupError> {
+        let credentials = Credentials::gather(self.user.as_deref(), self.password_file.as_deref())?;
+        Server::new(self.url.clone(), credentials, &self.tls, task)
+    }
+}
 
 /// A server to which any number of connections can be opened. It is cheap to clone.
 #[derive(Clone)]

@@ -49,7 +49,7 @@ mod url;
 
 pub use self::{
     acl::Task,
-    client::{Client, Pipeline, SETTLE_LIMIT, SETTLE_POLL, Server},
+    client::{Client, Login, Pipeline, SETTLE_LIMIT, SETTLE_POLL, Server},
     configuration::{Configuration, read_configuration},
     credentials::{Credentials, PASSWORD_VARIABLE, Password},
     error::{ServerError, SetupError},

@@ -4,12 +4,15 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use remora_replica::intercept::Cgroup;
+use remora_replica::{AttendOptions, LISTEN_PORT, LeftOut};
 
 use super::replica::parse_memory;
+use super::replica::{LEFT_OUT, LendArgs};
 use super::server::ServerArgs;
-use super::{HostPort, LISTEN_PORT, LeftOut, LendArgs, LinkTlsArgs, MetricsArgs, PeerArgs, Plain, SyncArgs};
-use crate::exit::{self, Code};
-use crate::patience::{Patience, RETRY_FOR};
+use super::{HostPort, LinkTlsArgs, MetricsArgs, PeerArgs, Plain, one_of};
+use crate::conversation::tokens::TokenFiles;
+use crate::exit::{self, Code, Failure};
 use crate::reader::ReadOptions;
 use crate::server::Task;
 use crate::units::{Size, parse_duration};
@@ -78,7 +81,7 @@ pub struct AttendArgs {
     pub convert: bool,
 
     /// What to leave out of the conversion, instead of refusing it; see `remora replica --help`.
-    #[arg(long, value_name = "WHAT", value_delimiter = ',', requires = "convert", help_heading = "Conversion")]
+    #[arg(long, value_name = "WHAT", value_delimiter = ',', value_parser = one_of(LEFT_OUT), requires = "convert", help_heading = "Conversion")]
     pub leave_out: Vec<LeftOut>,
 
     #[command(flatten)]
@@ -87,17 +90,35 @@ pub struct AttendArgs {
 }
 
 impl AttendArgs {
-    /// How long to wait at the start, and the option that says so.
-    pub(crate) fn patience(&self) -> Patience {
-        match self.wait_for_server {
-            Some(limit) => Patience::new(limit, "--wait-for-server"),
-            None => Patience::new(self.read.retry_for, RETRY_FOR),
-        }
+    /// The options without their clap attributes.
+    ///
+    /// # Errors
+    /// They contradict each other, or a file cannot be used.
+    pub(crate) fn options(&self) -> Result<AttendOptions, Failure> {
+        Ok(AttendOptions {
+            server: self.server.login(),
+            read: self.read.plain(),
+            sources: self.sources.clone(),
+            source_key: self.peers.expected.source_key,
+            name: self.peers.name.clone(),
+            sentinels: self.peers.sentinel.open()?,
+            link_tls: self.link_tls.options(),
+            memory: self.memory,
+            relay: self.lend.relay.plain(),
+            linger: self.lend.linger,
+            wait_for_server: self.wait_for_server,
+            listen_port: self.listen_port,
+            primary_ports: self.primary_ports.clone(),
+            convert: self.convert.then(|| self.leave_out.clone()),
+        })
     }
 
-    /// One sync, from the first source.
-    pub(crate) fn of_a_sync(&self) -> SyncArgs {
-        SyncArgs::intercepted(&self.read, &self.peers, self.memory, &self.lend)
+    /// The tokens, and what protects the agents' connections.
+    ///
+    /// # Errors
+    /// The options contradict each other, or a file cannot be used.
+    pub(crate) fn tokens(&self) -> Result<TokenFiles, Failure> {
+        self.lend.tokens(&self.token_files, &self.peers)
     }
 }
 
@@ -181,36 +202,9 @@ pub struct AddArgs {
     pub listen_port: u16,
 }
 
-/// A control group, by its path below the root of the hierarchy.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cgroup(String);
-
-impl Cgroup {
-    /// The path, without a slash at either end.
-    pub fn path(&self) -> &str {
-        &self.0
-    }
-
-    /// How deep it is: 1 is a group right below the root.
-    pub fn level(&self) -> usize {
-        self.0.split('/').count()
-    }
-}
-
 fn parse_cgroup(text: &str) -> Result<Cgroup, String> {
-    let path = text.strip_prefix("0::").unwrap_or(text).trim_matches('/');
-    let is_name = |name: &str| {
-        let printable = name.chars().all(|letter| letter.is_ascii_graphic() && letter != '"' && letter != '\\');
-        !name.is_empty() && name != "." && name != ".." && printable
-    };
-    match path.split('/').all(is_name) && path.len() <= CGROUP_CHARS {
-        true => Ok(Cgroup(path.to_owned())),
-        false => Err("a control group is a path such as system.slice/redis-server.service".to_owned()),
-    }
+    Cgroup::at(text).ok_or_else(|| "a control group is a path such as system.slice/redis-server.service".to_owned())
 }
-
-/// The longest path: nft takes no longer text.
-const CGROUP_CHARS: usize = 255;
 
 /// Which rules to remove.
 #[derive(Clone, Debug, Args)]
@@ -247,22 +241,4 @@ Examples:
 {}",
         exit::help_table(&[Code::Usage, Code::Refused, Code::Local])
     )
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use super::*;
-
-    #[test]
-    fn a_control_group_is_a_path_that_nft_can_be_given() {
-        let table = [("system.slice/redis.service", 2), ("/a/", 1), ("0::/kubepods/pod-1/c@2", 3)];
-        for (text, level) in table {
-            assert_eq!(parse_cgroup(text).unwrap().level(), level, "{text}");
-        }
-        for wrong in ["", "/", "a//b", "a/../b", "a\" drop", "a\nb", "a b", "ü", &"a".repeat(256)] {
-            assert!(parse_cgroup(wrong).is_err(), "{wrong}");
-        }
-    }
 }

@@ -4,12 +4,14 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use remora_replica::LeftOut;
 
 use super::inspect::TRANSPORTS;
 use super::server::ServerArgs;
 use remora_backup::{FetchOptions, SnapshotFrom};
 
-use super::{HostPort, LeftOut, RdmaReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, one_of};
+use super::replica::LEFT_OUT;
+use super::{HostPort, RdmaReadArgs, SecurityArgs, SnapshotFromArgs, SourceKeyArgs, one_of};
 use crate::exit::{self, Code, Failure};
 use crate::reader::ReadOptions;
 use crate::reader::data_set::DataSet;
@@ -208,7 +210,7 @@ pub struct ClusterMigrateArgs {
 
     /// What the agents beside the new nodes leave out (their --leave-out). The plan does not refuse it then. Such
     /// shards are no exact copies: give --no-verify, too.
-    #[arg(long, value_name = "WHAT", value_delimiter = ',', help_heading = "What to do")]
+    #[arg(long, value_name = "WHAT", value_delimiter = ',', value_parser = one_of(LEFT_OUT), help_heading = "What to do")]
     pub leave_out: Vec<LeftOut>,
 
     /// Do not compare the data of each shard before its fail-over.

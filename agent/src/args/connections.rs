@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use remora_fabric::verbs::CompletionMode;
+use remora_replica::LinkTls;
 use remora_wire::is_printable;
 use rustls::pki_types::ServerName;
 
@@ -212,7 +213,7 @@ fn usage<T>(text: &str) -> Result<T, Failure> {
 ///
 /// # Errors
 /// The options contradict each other, a file cannot be used, or slots must not be served at the address that was given.
-pub(crate) fn open_tokens(
+pub(super) fn open_tokens(
     files: &[PathBuf],
     security: &SecurityArgs,
     source: &SourceKeyArgs,
@@ -404,6 +405,13 @@ pub struct LinkTlsArgs {
     /// the agent asks the server for none.
     #[arg(long, value_name = "FILE", requires = "link_cert")]
     pub link_client_ca: Option<PathBuf>,
+}
+
+impl LinkTlsArgs {
+    /// The options without their clap attributes.
+    pub(crate) fn options(&self) -> LinkTls {
+        LinkTls { cert: self.link_cert.clone(), key: self.link_key.clone(), client_ca: self.link_client_ca.clone() }
+    }
 }
 
 // What an agent shows to those who watch it.

@@ -4,9 +4,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use remora_replica::LeftOut;
 
+use super::replica::LEFT_OUT;
 use super::server::{TlsArgs, UrlParser};
-use super::{HostPort, LeftOut, SentinelArgs};
+use super::{HostPort, SentinelArgs, one_of};
 use crate::exit::{self, Code};
 use crate::server::{Server, ServerUrl, SetupError, Task};
 use crate::units::{Size, parse_duration};
@@ -24,7 +26,7 @@ pub struct MigrateArgs {
     pub replace: bool,
 
     /// What to leave out where the new server cannot hold it, instead of refusing it (`remora replica --help`).
-    #[arg(long, value_name = "WHAT", value_delimiter = ',', help_heading = "What to do")]
+    #[arg(long, value_name = "WHAT", value_delimiter = ',', value_parser = one_of(LEFT_OUT), help_heading = "What to do")]
     pub leave_out: Vec<LeftOut>,
 
     /// Check both servers, say what differs and what a sync would do, and change nothing.

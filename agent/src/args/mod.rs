@@ -26,14 +26,13 @@ use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 pub use remora_server::HostPort;
 
 pub use self::attend::{
-    AddArgs, AttendArgs, Cgroup, InterceptAction, InterceptArgs, InterceptPortArgs, PRIMARY_PORT, ShowArgs,
+    AddArgs, AttendArgs, InterceptAction, InterceptArgs, InterceptPortArgs, PRIMARY_PORT, ShowArgs,
 };
 pub use self::backup::{BackupArgs, RestoreArgs, StoreArgs};
 pub use self::cluster::{
     ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterMigrateArgs, ClusterPlanArgs, ClusterSourcesArgs,
     ClusterStatusArgs, ClusterSyncArgs, Renew,
 };
-pub(crate) use self::connections::open_tokens;
 pub use self::connections::{
     LenderNameArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEndArgs, RdmaOfferArgs,
     RdmaReadArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs,
@@ -44,10 +43,7 @@ pub use self::fetch::{
 pub(crate) use self::help::{in_our_words, rare_of};
 pub use self::inspect::{AskArgs, DevicesArgs, PlanArgs, PlannedSecurity, ProbeArgs, ReadArgs, ReadyArgs, StatusArgs};
 pub use self::migrate::{DigestUse, EndsArgs, MigrateArgs, SwitchArgs, VerifyArgs};
-pub(crate) use self::replica::SyncArgs;
-pub use self::replica::{
-    Delivery, DeliveryArgs, LISTEN_PORT, LeftOut, LendArgs, ModuleLoad, OnFailure, RelayArgs, ReplicaArgs,
-};
+pub use self::replica::{DeliveryArgs, LendArgs, ModuleLoad, RelayArgs, ReplicaArgs};
 pub use self::sentinel::SentinelArgs;
 pub use self::server::{ServerArgs, TlsArgs};
 pub use self::source::{CapturedArgs, FastKeys, SourceArgs, TuneArgs, WalkArgs};
@@ -144,7 +140,7 @@ impl<O: OnCommandLine> clap::Args for Plain<O> {
 #[command(next_help_heading = "Output")]
 pub struct GlobalArgs {
     /// What to log on stderr. The environment variable REMORA_LOG can hold a filter such as
-    /// `info,remora_agent::replica=debug` instead.
+    /// `info,remora_replica=debug` instead.
     #[arg(long, global = true, value_name = "LEVEL", default_value = "info")]
     pub log_level: LogLevel,
 

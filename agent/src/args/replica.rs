@@ -5,15 +5,17 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use remora_replica::{Delivery, DeliveryOptions, LEAST_MEMORY, LISTEN_PORT, LeftOut, OnFailure, Options};
 
-use super::connections::LenderNameArgs;
+use super::connections::{LenderNameArgs, open_tokens};
 use super::server::ServerArgs;
 use super::{
-    FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, OnCommandLine, PeerArgs, Plain, parse_ip,
-    parse_listen,
+    FastKeys, HostPort, LinkTlsArgs, MetricsArgs, MetricsFileArgs, OnCommandLine, PeerArgs, Plain, Words, one_of,
+    parse_ip, parse_listen,
 };
-use crate::conversation::SourceKey;
-use crate::exit::{self, Code};
+use crate::conversation::Mode;
+use crate::conversation::tokens::TokenFiles;
+use crate::exit::{self, Code, Failure};
 use crate::reader::{ReadOptions, RelayOptions};
 use crate::server::Task;
 use crate::transports::{UploadLimit, parse_rate};
@@ -67,7 +69,7 @@ pub struct ReplicaArgs {
     /// What to leave out of the conversion, instead of refusing it, and count in the log. `field-expiry`: the times at
     /// which fields of hashes expire, so that such fields stay; `module-keys`: keys of modules' types; `functions`:
     /// libraries of functions.
-    #[arg(long, value_name = "WHAT", value_delimiter = ',', requires = "convert", help_heading = "What to do")]
+    #[arg(long, value_name = "WHAT", value_delimiter = ',', value_parser = one_of(LEFT_OUT), requires = "convert", help_heading = "What to do")]
     pub leave_out: Vec<LeftOut>,
 
     /// Replace the data that the server holds. Without this option a server with keys is refused.
@@ -93,7 +95,7 @@ pub struct ReplicaArgs {
     /// ones. `detached`: it follows no primary (`REPLICAOF NO ONE`) and keeps the data that it holds then; the agent
     /// reports how much. `empty`: it is flushed, so that no client takes half a data set for a whole one, and follows
     /// its former primary again if it had one.
-    #[arg(long, value_name = "STATE", default_value = "empty", help_heading = "What to do")]
+    #[arg(long, value_name = "STATE", default_value = "empty", value_parser = one_of(STATES), help_heading = "What to do")]
     pub on_failure: OnFailure,
 
     /// Memory for slots in flight, and for those that others read here. At least 16MiB. Three quarters
@@ -150,40 +152,56 @@ pub struct ReplicaArgs {
 }
 
 impl ReplicaArgs {
-    /// The sync of a server that is told to follow the agent's link.
-    pub(crate) fn of_a_sync(&self) -> SyncArgs {
-        let told = ToldArgs { stay: self.stay, replaces: self.replace, state_dir: self.state_dir.clone() };
-        SyncArgs { told, ..self.of_an_intercepted_sync() }
+    /// The options without their clap attributes.
+    ///
+    /// # Errors
+    /// They contradict each other, or a file cannot be used.
+    pub(crate) fn options(&self) -> Result<Options, Failure> {
+        let PeerArgs { security, expected, sentinel, name, .. } = &self.peers;
+        Ok(Options {
+            source_key: expected.source_key,
+            is_source_proven: expected.source_key.is_some() || security.security == Some(Mode::Mtls),
+            name: name.clone(),
+            sentinels: sentinel.open()?,
+            expected_primaries: self.expected_primaries.clone(),
+            stay: self.stay,
+            dry_run: self.dry_run,
+            convert: self.convert,
+            leave_out: self.leave_out.clone(),
+            replace: self.replace,
+            extend_failover_timeout: self.extend_failover_timeout,
+            rewrite_config: self.rewrite_config,
+            delivery: self.by.options(),
+            on_failure: self.on_failure,
+            memory: self.memory,
+            state_dir: self.state_dir.clone(),
+            relay: self.lend.relay.plain(),
+            linger: self.lend.linger,
+            module_load: self.module_load == ModuleLoad::Auto,
+            fast_keys: self.fast_keys == FastKeys::Auto,
+            listen: self.listen,
+            link_tls: self.link_tls.options(),
+            explain: self.explain,
+            json: self.json.clone(),
+            ..Options::new(self.server.login(), self.read.plain())
+        })
     }
 
-    /// The sync of a server whose own connection to its primary is intercepted.
-    pub(crate) fn of_an_intercepted_sync(&self) -> SyncArgs {
-        let sync = SyncArgs::intercepted(&self.read, &self.peers, self.memory, &self.lend);
-        SyncArgs { json: self.json.clone(), explain: self.explain, ..sync }
+    /// The tokens, and what protects the agents' connections.
+    ///
+    /// # Errors
+    /// The options contradict each other, or a file cannot be used.
+    pub(crate) fn tokens(&self) -> Result<TokenFiles, Failure> {
+        self.lend.tokens(&self.token_files, &self.peers)
     }
 }
 
 /// What a conversion leaves out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum LeftOut {
-    /// The times at which fields of hashes expire.
-    FieldExpiry,
-    /// Keys of modules' types.
-    ModuleKeys,
-    /// Libraries of functions.
-    Functions,
-}
-
-impl LeftOut {
-    /// The word on the command line.
-    pub(crate) fn word(self) -> &'static str {
-        match self {
-            Self::FieldExpiry => "field-expiry",
-            Self::ModuleKeys => "module-keys",
-            Self::Functions => "functions",
-        }
-    }
-}
+pub(crate) const LEFT_OUT: Words<LeftOut, 3> = [
+    ("field-expiry", "The times at which fields of hashes expire", LeftOut::FieldExpiry),
+    ("module-keys", "Keys of modules' types", LeftOut::ModuleKeys),
+    ("functions", "Libraries of functions", LeftOut::Functions),
+];
 
 /// Whether the server's module is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -195,16 +213,14 @@ pub enum ModuleLoad {
 }
 
 /// The state in which a failed sync leaves the server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OnFailure {
-    /// `REPLICAOF NO ONE`, with its data as they are, perhaps incomplete.
-    Detached,
-    /// `REPLICAOF NO ONE` and `FLUSHALL`, and then `REPLICAOF` its former primary if it had one.
-    Empty,
-}
-
-/// The least memory: a few slots of the default size, so that reading and loading can overlap.
-const LEAST_MEMORY: Size = Size::mebibytes(16);
+const STATES: Words<OnFailure, 2> = [
+    ("detached", "`REPLICAOF NO ONE`, with its data as they are, perhaps incomplete", OnFailure::Detached),
+    (
+        "empty",
+        "`REPLICAOF NO ONE` and `FLUSHALL`, and then `REPLICAOF` its former primary if it had one",
+        OnFailure::Empty,
+    ),
+];
 
 pub(super) fn parse_memory(text: &str) -> Result<Size, String> {
     let size: Size = text.parse().map_err(|error: UnitError| error.to_string())?;
@@ -272,62 +288,6 @@ Examples:
     )
 }
 
-/// What the command line says about a sync: that of `remora replica`, or of `remora attend`.
-#[derive(Clone, Debug)]
-pub(crate) struct SyncArgs {
-    pub(crate) read: ReadOptions,
-    /// The key that the source must hold.
-    pub(crate) source_key: Option<SourceKey>,
-    /// The name in the source's status.
-    pub(crate) name: Option<String>,
-    pub(crate) memory: Size,
-    pub(crate) relay: RelayOptions,
-    /// How long slots are served to others when the server has been handed over.
-    pub(crate) linger: Duration,
-    /// The file for the summary.
-    pub(crate) json: Option<PathBuf>,
-    /// Whether the conditions of an exact replica are printed.
-    pub(crate) explain: bool,
-    pub(crate) told: ToldArgs,
-}
-
-impl SyncArgs {
-    /// The sync of a server whose own connection to its primary is intercepted, without a summary.
-    pub(super) fn intercepted(read: &ReadOptions, peers: &PeerArgs, memory: Size, lend: &LendArgs) -> SyncArgs {
-        SyncArgs {
-            read: read.clone(),
-            source_key: peers.expected.source_key,
-            name: peers.name.clone(),
-            memory,
-            relay: lend.relay.plain(),
-            linger: lend.linger,
-            json: None,
-            explain: false,
-            told: ToldArgs::default(),
-        }
-    }
-}
-
-/// What is said about a server that is told to follow the agent's link. The default is for one whose own connection to
-/// its primary is intercepted.
-#[derive(Clone, Debug)]
-pub(crate) struct ToldArgs {
-    pub(crate) stay: bool,
-    /// Whether the data that the server holds may be replaced.
-    pub(crate) replaces: bool,
-    pub(crate) state_dir: Option<PathBuf>,
-}
-
-impl Default for ToldArgs {
-    fn default() -> ToldArgs {
-        // The server has asked its primary for a full copy: it replaces its data whatever the agent does.
-        ToldArgs { stay: false, replaces: true, state_dir: None }
-    }
-}
-
-/// The port to which intercepted connections go: next to the source's.
-pub const LISTEN_PORT: u16 = 7380;
-
 /// By which way a server gets the snapshot, and what that way needs.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Delivery")]
@@ -337,7 +297,7 @@ pub struct DeliveryArgs {
     /// follow the primary already. `file`: the snapshot becomes the server's RDB file, and --restart-command restarts
     /// the server. `auto`: by interception for a server in cluster mode or one that Sentinel knows, if it follows its
     /// primary and its connections can be intercepted; otherwise by the link.
-    #[arg(long, value_name = "WAY", default_value = "link")]
+    #[arg(long, value_name = "WAY", default_value = "link", value_parser = one_of(WAYS))]
     pub delivery: Delivery,
 
     /// With --delivery file: the command that restarts the server, such as 'systemctl restart valkey@6380'. `sh -c`
@@ -360,18 +320,26 @@ pub struct DeliveryArgs {
     pub listen_port: u16,
 }
 
-/// The ways.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Delivery {
-    /// By interception where the link would be undone, otherwise by the link.
-    Auto,
-    /// The server follows the agent first.
-    Link,
-    /// The server is restarted on its RDB file.
-    File,
-    /// Its own connection to its primary is intercepted.
-    Intercept,
+impl DeliveryArgs {
+    /// The options without their clap attributes.
+    fn options(&self) -> DeliveryOptions {
+        DeliveryOptions {
+            way: self.delivery,
+            restart_command: self.restart_command.clone(),
+            restart_limit: self.restart_limit,
+            write_replicaof: self.write_replicaof.clone(),
+            listen_port: self.listen_port,
+        }
+    }
 }
+
+/// The ways.
+const WAYS: Words<Delivery, 4> = [
+    ("auto", "By interception where the link would be undone, otherwise by the link", Delivery::Auto),
+    ("link", "The server follows the agent first", Delivery::Link),
+    ("file", "The server is restarted on its RDB file", Delivery::File),
+    ("intercept", "Its own connection to its primary is intercepted", Delivery::Intercept),
+];
 
 /// How a replica serves slots to other replicas.
 #[derive(Clone, Debug, Default, Args)]
@@ -450,6 +418,16 @@ pub struct LendArgs {
     /// agent ends that earlier if no replica reads from it.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = parse_duration, help_heading = "Other replicas")]
     pub linger: Duration,
+}
+
+impl LendArgs {
+    /// The tokens of a replica agent, and what protects its connections.
+    ///
+    /// # Errors
+    /// As those of [`open_tokens`].
+    pub(super) fn tokens(&self, files: &[PathBuf], peers: &PeerArgs) -> Result<TokenFiles, Failure> {
+        open_tokens(files, &peers.security, &peers.expected, (&peers.readers, &self.lender), self.relay.peer_listen)
+    }
 }
 
 fn parse_zone(text: &str) -> Result<String, String> {

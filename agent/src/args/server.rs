@@ -12,7 +12,7 @@ use clap::{
 };
 
 use remora_base::x509::Fingerprint;
-use remora_server::{Credentials, Server, ServerUrl, SetupError, Task, TlsOptions, UrlError};
+use remora_server::{Credentials, Login, Server, ServerUrl, SetupError, Task, TlsOptions, UrlError};
 
 /// `--server` and its login.
 #[derive(Clone, Debug, Args)]
@@ -83,8 +83,17 @@ impl TypedValueParser for UrlParser {
 impl ServerArgs {
     /// Reads the named files and prepares connections to the server. It sends nothing.
     pub fn open(&self, task: Task) -> Result<Server, SetupError> {
-        let credentials = Credentials::gather(self.user.as_deref(), self.password_file.as_deref())?;
-        Server::new(self.server.clone(), credentials, &self.tls.options(), task)
+        self.login().open(task)
+    }
+
+    /// The options without their clap attributes.
+    pub(crate) fn login(&self) -> Login {
+        Login {
+            url: self.server.clone(),
+            user: self.user.clone(),
+            password_file: self.password_file.clone(),
+            tls: self.tls.options(),
+        }
     }
 }
 

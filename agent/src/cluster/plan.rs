@@ -11,12 +11,12 @@ use super::survey::{Shard, Survey};
 use crate::args::{ClusterPlanArgs, ClusterSourcesArgs, ClusterStatusArgs, HostPort};
 use crate::conversation::Error;
 use crate::conversation::tokens::Credentials;
-use crate::estimate::BACKLOG_SECONDS;
 use crate::exit::{Code, Failure};
 use crate::reader::source::join;
 use crate::server::{Facts, Task};
 use crate::units::{Size, counted, readable};
 use crate::{progress, status};
+use remora_replica::estimate::BACKLOG_SECONDS;
 
 /// The plan of a cluster.
 #[derive(Debug, Serialize)]

@@ -22,8 +22,10 @@
 //! A command that is killed leaves no pause behind, since the pause ends by the time that the server was given. Where
 //! it stood, the servers say: the same command goes on there.
 
-pub(crate) mod exchange;
-pub(crate) mod look;
+mod exchange;
+mod look;
+#[cfg(test)]
+mod model;
 mod orders;
 mod sentinels;
 

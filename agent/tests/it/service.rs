@@ -240,7 +240,7 @@ impl KeepingManager {
         command.args(["--memory", "128MiB", "--slot-size", "64KiB"]);
         command.env("NOTIFY_SOCKET", &self.path).env("XDG_STATE_HOME", stage.folder());
         command.env("LISTEN_FDS", passed.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
-        command.env("REMORA_LOG", "info,remora_agent=debug,remora_server=debug");
+        command.env("REMORA_LOG", "info,remora_agent=debug,remora_replica=debug,remora_server=debug");
         if let Some(host) = host {
             host.enter(&mut command).unwrap();
         }

@@ -23,7 +23,7 @@ pub(crate) struct Options {
 
 /// Folders and files that say nothing to a person.
 const LEFT_OUT: [&str; 8] = [
-    "simulation",
+    "simulated.rs",
     "tests",
     "tests.rs",
     "question_tests.rs",

@@ -4,15 +4,14 @@ use serde::Serialize;
 
 use super::decide::{Goal, Seen, Setting, Settings, Side};
 use super::look::clashes;
-use crate::args::LeftOut;
 use crate::cluster::plan::{Sources, aligned};
 use crate::cluster::survey::Survey;
 use crate::cluster::sync::program::{Newcomer, Program, What};
 use crate::cluster::sync::source_for;
 use crate::exit::Failure;
-use crate::replica::conversion;
 use crate::server::Server;
 use crate::units::Size;
+use remora_replica::{LeftOut, conversion};
 
 /// The plan.
 #[derive(Debug, Serialize)]

@@ -62,7 +62,7 @@ impl Stage {
         command.args(args).env("XDG_STATE_HOME", self.folder.path()).env_remove("REMORA_PASSWORD");
         command.env(
             "REMORA_LOG",
-            "info,remora_agent=debug,remora_backup=debug,remora_conversation=debug,remora_metrics=debug,remora_process=debug,remora_reader=debug,remora_server=debug,remora_source=debug",
+            "info,remora_agent=debug,remora_backup=debug,remora_conversation=debug,remora_metrics=debug,remora_process=debug,remora_reader=debug,remora_replica=debug,remora_server=debug,remora_source=debug",
         );
         command
     }

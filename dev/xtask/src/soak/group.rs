@@ -586,7 +586,7 @@ impl Agents {
         command.env("XDG_RUNTIME_DIR", self.home.path().join(SIDES[side]));
         command.env(
             "REMORA_LOG",
-            "info,remora_agent=debug,remora_backup=debug,remora_reader=debug,remora_server=debug,remora_source=debug",
+            "info,remora_agent=debug,remora_backup=debug,remora_reader=debug,remora_replica=debug,remora_server=debug,remora_source=debug",
         );
         if let Some(host) = host {
             host.enter(&mut command)?;

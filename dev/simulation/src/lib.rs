@@ -1,0 +1,45 @@
+//! Simulation of whole syncs: servers, agents, clock and network in one process, driven by a seed.
+//!
+//! ```text
+//!   seed ──▶ Plan ──▶ Simulation::run ──▶ events in the order of their times ──▶ checks after each
+//!                          │
+//!        World: clock, network, memory, model servers, oracle
+//!        SourceAgent: the real machine; actors in the place of its captures, which read bytes by the real code
+//!        ReplicaAgent: the real machine, preflight, record and server's task; an actor in the place of the delivery,
+//!        or the real delivery between real tables and a socket
+//! ```
+//!
+//! A server that says "up, at offset X of history H" must hold exactly what a primary recorded in the [`oracle`] at X
+//! of H. [`check`] has the other things that must hold. The same seed gives the same schedule.
+//!
+//! `dev/testing.md` says how to run it, what is modelled, and what is not.
+#![forbid(unsafe_code)]
+
+#[cfg(test)]
+mod against_real;
+mod bytes;
+mod cable;
+mod check;
+mod delivery;
+mod explore;
+mod late;
+mod liar;
+mod memory;
+mod operator;
+mod oracle;
+mod pins;
+mod plan;
+mod promises;
+mod queue;
+mod relay;
+mod replica_agent;
+mod run;
+mod server;
+mod source_agent;
+mod tables;
+#[cfg(test)]
+mod tests;
+mod wire;
+mod world;
+
+pub use self::explore::{Limits, Summary, explain, explore};
