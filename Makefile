@@ -232,6 +232,34 @@ crates:
 actionlint:
 	go run github.com/rhysd/actionlint/cmd/actionlint@v1.7.7 .github/workflows/*.yml
 
+# A Helm that Go has built knows no version of Kubernetes of its own.
+HELM := .cache/tools/helm
+HELM_FOR := --kube-version 1.34.0
+VERSION = $(shell sed -n '/^\[workspace.package\]/,/^version/s/^version = "\(.*\)"/\1/p' Cargo.toml)
+CHART_EXAMPLES := $(basename $(notdir $(wildcard deploy/chart/examples/*.yaml)))
+
+## chart: the Helm chart: look at it, render its examples anew (deploy/chart/rendered), package it into target/chart; needs Go
+.PHONY: chart
+chart:
+	@dev/lab/setup/setup --helm
+	$(HELM) lint --quiet --strict $(HELM_FOR) deploy/chart/remora
+	@for example in $(CHART_EXAMPLES); do set -e; \
+		$(HELM) lint --quiet --strict $(HELM_FOR) deploy/chart/remora --values deploy/chart/examples/$$example.yaml; \
+		echo "deploy/chart/rendered/$$example.yaml"; \
+		$(HELM) template cache deploy/chart/remora $(HELM_FOR) --values deploy/chart/examples/$$example.yaml >target/rendered.yaml; \
+		sum=$$(cd deploy/chart && find remora examples -type f | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -d' ' -f1); \
+		{ echo "# By make chart, of files with the checksum $$sum."; cat target/rendered.yaml; } >deploy/chart/rendered/$$example.yaml; \
+		rm target/rendered.yaml; \
+	done
+	$(HELM) package deploy/chart/remora --version $(VERSION) --app-version $(VERSION) --destination target/chart
+
+## test-kubernetes: rolls a fleet on a real Kubernetes of one node, which is built once into .cache/kubernetes (up to an hour); needs Go and root; ARGS=redis
+.PHONY: test-kubernetes
+test-kubernetes:
+	@dev/lab/setup/setup --kubernetes
+	$(CARGO) build --locked -p remora-agent
+	PROGRAM=$(TARGET)/debug/remora dev/lab/kubernetes/try $(ARGS)
+
 ## audit: sources, licences, versions and known vulnerabilities of the crates that are used; what can't be looked for is said
 .PHONY: audit
 audit:

@@ -10,7 +10,7 @@ use std::process::Command;
 
 use remora_lab::client::Address;
 use remora_lab::server::wait_until;
-use remora_lab::{Agent, Client, Host, Net, require};
+use remora_lab::{Agent, Client, Host, Kind, Net, http, require};
 use serde_yaml_ng::Value;
 
 use crate::kit::{LONG, Stage};
@@ -18,61 +18,108 @@ use crate::kit::{LONG, Stage};
 /// The group of `fsGroup`, to which volumes belong.
 const GROUP: u32 = 999;
 
+/// The manifests of a text.
+pub(crate) fn manifests(text: &str) -> Vec<Value> {
+    let read = |document| <Value as serde::Deserialize>::deserialize(document).unwrap();
+    serde_yaml_ng::Deserializer::from_str(text).map(read).filter(|document: &Value| !document.is_null()).collect()
+}
+
 /// A manifest of the examples.
 fn manifest(name: &str, kind: &str) -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/kubernetes").join(name);
-    let text = fs::read_to_string(&path).unwrap();
-    let documents = serde_yaml_ng::Deserializer::from_str(&text);
-    let read = |document| <Value as serde::Deserialize>::deserialize(document).unwrap();
-    documents.map(read).find(|document| document["kind"] == kind).unwrap()
+    manifests(&fs::read_to_string(&path).unwrap()).into_iter().find(|document| document["kind"] == kind).unwrap()
 }
 
 /// What every pod shares: the names of the primary, a token, and a copy of the program that other users may run.
-struct Cluster {
-    stage: Stage,
+pub(crate) struct Cluster {
+    pub(crate) stage: Stage,
     program: PathBuf,
-    token: PathBuf,
-    primary: Host,
+    /// What is put in the place of names, and of files of secrets.
+    pub(crate) places: Vec<(String, String)>,
+    /// The files of a ConfigMap, with which servers are started.
+    pub(crate) configuration: Value,
+    /// The password of the servers.
+    pub(crate) password: Option<String>,
 }
 
 /// A pod whose containers run.
-struct Pod {
+pub(crate) struct Pod {
     host: Host,
     name: String,
     data: PathBuf,
+    password: Option<String>,
     containers: BTreeMap<String, Agent>,
 }
 
 impl Cluster {
-    fn new(primary: &Host) -> Cluster {
+    pub(crate) fn new(primary: (&str, &Host)) -> Cluster {
         let stage = Stage::new();
         fs::set_permissions(stage.folder(), PermissionsExt::from_mode(0o755)).unwrap();
         let program = stage.folder().join("remora");
         fs::copy(env!("CARGO_BIN_EXE_remora"), &program).unwrap();
-        // As a secret with `defaultMode: 0440` appears to a pod with an `fsGroup`.
-        let token = stage.folder().join("mounted-token");
-        fs::copy(&stage.token, &token).unwrap();
-        fs::set_permissions(&token, PermissionsExt::from_mode(0o440)).unwrap();
-        chown(&token, Some(0), Some(GROUP)).unwrap();
-        Cluster { stage, program, token, primary: primary.clone() }
+        let places = vec![(primary.0.to_owned(), primary.1.address().to_string())];
+        let token = stage.token.clone();
+        let mut cluster = Cluster { stage, program, places, configuration: Value::Null, password: None };
+        cluster.mount("/run/remora/token/token", &token);
+        cluster.mount("/run/remora/token", &token);
+        cluster
+    }
+
+    /// Shows pods a file at a path, as a secret with `defaultMode: 0440` appears to a pod with an `fsGroup`.
+    pub(crate) fn mount(&mut self, path: &str, file: &Path) {
+        let mounted = self.stage.folder().join(path[1..].replace('/', "-"));
+        fs::copy(file, &mounted).unwrap();
+        fs::set_permissions(&mounted, PermissionsExt::from_mode(0o440)).unwrap();
+        chown(&mounted, Some(0), Some(GROUP)).unwrap();
+        self.places.push((path.to_owned(), mounted.display().to_string()));
+    }
+
+    /// Makes a folder that belongs to the servers.
+    fn folder(&self, name: &str) -> PathBuf {
+        let folder = self.stage.folder().join(name);
+        fs::create_dir(&folder).unwrap();
+        chown(&folder, Some(999), Some(GROUP)).unwrap();
+        fs::set_permissions(&folder, PermissionsExt::from_mode(0o2770)).unwrap();
+        folder
+    }
+
+    /// Removes what a pod had.
+    pub(crate) fn forget(&self, pod: Pod) {
+        for name in [pod.name.clone(), format!("{}-run", pod.name)] {
+            let folder = self.stage.folder().join(name);
+            if folder.exists() {
+                fs::remove_dir_all(folder).unwrap();
+            }
+        }
     }
 
     /// Runs the containers of a pod in the order of Kubernetes: the initial ones one after the other, each to its end
     /// unless it is a sidecar, and then the others.
-    fn pod(&self, host: &Host, name: &str, spec: &Value) -> Pod {
-        let data = self.stage.folder().join(name);
-        fs::create_dir(&data).unwrap();
-        chown(&data, Some(999), Some(GROUP)).unwrap();
-        fs::set_permissions(&data, PermissionsExt::from_mode(0o2770)).unwrap();
-        let mut pod = Pod { host: host.clone(), name: name.into(), data, containers: BTreeMap::new() };
-        for container in spec["initContainers"].as_sequence().unwrap() {
+    pub(crate) fn pod(&self, host: &Host, name: &str, spec: &Value) -> Pod {
+        let (data, password) = (self.folder(name), self.password.clone());
+        let mut pod = Pod { host: host.clone(), name: name.into(), data, password, containers: BTreeMap::new() };
+        for volume in spec["volumes"].as_sequence().unwrap().iter().filter(|volume| volume["name"] == "config") {
+            let text = text(&self.configuration[&volume["configMap"]["items"][0]["key"]]);
+            // The digest, and the way to ask for it, are for this test.
+            let more = "enable-debug-command yes\nunixsocket /data/socket\n";
+            let folder = self.folder(&format!("{name}-run"));
+            fs::write(folder.join("given.conf"), self.placed(&pod, &format!("{text}\n{more}"))).unwrap();
+        }
+        for container in spec["initContainers"].as_sequence().into_iter().flatten() {
             let mut agent = self.start(&pod, container, spec);
             let name = container["name"].as_str().unwrap();
             if container["restartPolicy"] == "Always" {
-                if name == "attend" {
-                    agent.wait_for_event("attending", LONG).unwrap();
-                }
                 pod.containers.insert(name.into(), agent);
+                // What comes after a sidecar waits for its probe.
+                if let Some(path) = container["startupProbe"]["httpGet"]["path"].as_str() {
+                    let waited = wait_until("the sidecar to have started", LONG, || {
+                        let (is_well, said) = pod.page(path);
+                        Ok(if is_well { Ok(()) } else { Err(said) })
+                    });
+                    assert!(waited.is_ok(), "{waited:?}\n{}", pod.output());
+                } else if name == "attend" {
+                    pod.containers.get_mut(name).unwrap().wait_for_event("attending", LONG).unwrap();
+                }
             } else {
                 // One that fails is started again.
                 wait_until("the initial container to end well", LONG, || {
@@ -112,6 +159,11 @@ impl Cluster {
         match container["image"].as_str().unwrap() {
             "remora:latest" if words[0] == "remora" => words[0] = self.program.display().to_string(),
             "remora:latest" => words.insert(0, self.program.display().to_string()),
+            "redis:7" if !self.configuration.is_null() => {}
+            "valkey/valkey:9.1" => {
+                let program = Kind::Valkey9.binary().unwrap().display().to_string();
+                words[2] = words[2].replace("exec valkey-server", &format!("exec {program}"));
+            }
             // The image of Redis has its server without the protected mode. The digest is for this test.
             "redis:7" => {
                 let more = "--protected-mode no --enable-debug-command yes";
@@ -145,15 +197,24 @@ impl Cluster {
 
     /// Names become addresses, and the paths of volumes folders of this machine.
     fn placed(&self, pod: &Pod, word: &str) -> String {
-        word.replace("redis-0.redis", &self.primary.address().to_string())
-            .replace("/run/remora/token", &self.token.display().to_string())
-            .replace("/data", &pod.data.display().to_string())
+        let (data, run) = (pod.data.display(), format!("{}-run", pod.data.display()));
+        let mut word = word.to_owned();
+        for (name, place) in &self.places {
+            word = word.replace(name, place);
+        }
+        word.replace("/etc/server/server.conf", &format!("{run}/given.conf"))
+            .replace("/run/server", &run)
+            .replace("/data", &data.to_string())
     }
 
     /// Runs the readiness probe of a pod once; whether it says yes, and what it says.
-    fn probe(&self, pod: &Pod, spec: &Value) -> (bool, String) {
-        let container = spec["initContainers"].as_sequence().unwrap().iter();
-        let container = container.clone().find(|container| !container["readinessProbe"].is_null()).unwrap();
+    pub(crate) fn probe(&self, pod: &Pod, spec: &Value) -> (bool, String) {
+        let containers = ["initContainers", "containers"].map(|field| spec[field].as_sequence());
+        let mut containers = containers.into_iter().flatten().flatten();
+        let container = containers.find(|container| !container["readinessProbe"].is_null()).unwrap();
+        if let Some(path) = container["readinessProbe"]["httpGet"]["path"].as_str() {
+            return pod.page(path);
+        }
         let words = container["readinessProbe"]["exec"]["command"].as_sequence().unwrap();
         let words: Vec<String> = words.iter().map(text).collect();
         let mut agent = self.run(pod, container, spec, &words);
@@ -162,28 +223,39 @@ impl Cluster {
     }
 }
 
-fn text(value: &Value) -> String {
+pub(crate) fn text(value: &Value) -> String {
     value.as_str().unwrap().to_owned()
 }
 
 impl Pod {
     fn client(&self) -> remora_lab::Result<Client> {
-        let address = Address::Tcp("127.0.0.1:6379".parse().unwrap());
-        self.host.within(move || Client::connect(&address))?
+        let Some(password) = &self.password else {
+            let address = Address::Tcp("127.0.0.1:6379".parse().unwrap());
+            return self.host.within(move || Client::connect(&address))?;
+        };
+        let mut client = Client::connect(&Address::Unix(self.data.join("socket")))?;
+        client.auth(None, password)?;
+        Ok(client)
     }
 
-    fn fact(&self, name: &str) -> remora_lab::Result<String> {
+    /// Whether a page of the pod's agent says yes, and what it says.
+    pub(crate) fn page(&self, path: &str) -> (bool, String) {
+        let answer = self.host.within(|| http::get("127.0.0.1:9121".parse().unwrap(), path, "")).unwrap();
+        answer.map_or_else(|error| (false, error.to_string()), |page| (page.status == 200, page.text))
+    }
+
+    pub(crate) fn fact(&self, name: &str) -> remora_lab::Result<String> {
         Ok(self.client()?.info("everything")?.get(name).unwrap_or_default().to_owned())
     }
 
     /// All that its containers have said, for messages.
-    fn output(&self) -> String {
+    pub(crate) fn output(&self) -> String {
         self.containers.iter().map(|(name, agent)| format!("{} {name}:\n{}\n", self.name, agent.output())).collect()
     }
 }
 
 /// Fills the primary once it answers.
-fn fill(primary: &Pod) {
+pub(crate) fn fill(primary: &Pod) {
     wait_until("the primary to answer", LONG, || Ok(primary.client().map_err(|error| error.to_string()).map(drop)))
         .unwrap();
     let mut client = primary.client().unwrap();
@@ -194,7 +266,7 @@ fn fill(primary: &Pod) {
 }
 
 #[track_caller]
-fn in_step(cluster: &Cluster, primary: &Pod, pod: &Pod, spec: &Value) {
+pub(crate) fn in_step(cluster: &Cluster, primary: &Pod, pod: &Pod, spec: &Value) {
     let waited = wait_until("the pod to be ready", LONG, || {
         let (is_ready, said) = cluster.probe(pod, spec);
         Ok(if is_ready { Ok(()) } else { Err(said) })
@@ -210,7 +282,7 @@ fn pods_of_the_set_become_replicas_and_the_primary_forks_once_for_all() {
     let (Some(()), Some(_)) = (require::namespaces(), require::redis()) else { return };
     let net = Net::new().unwrap();
     let hosts = ["redis-0", "redis-1", "redis-2"].map(|name| net.host(name).unwrap());
-    let cluster = Cluster::new(&hosts[0]);
+    let cluster = Cluster::new(("redis-0.redis", &hosts[0]));
     let set = manifest("statefulset.yaml", "StatefulSet");
     let spec = &set["spec"]["template"]["spec"];
     let primary = cluster.pod(&hosts[0], "redis-0", spec);
@@ -239,7 +311,7 @@ fn pods_start_on_a_fetched_file_and_go_on_at_the_primary() {
     let (Some(()), Some(_)) = (require::namespaces(), require::redis()) else { return };
     let net = Net::new().unwrap();
     let hosts = ["redis-0", "reader-0"].map(|name| net.host(name).unwrap());
-    let cluster = Cluster::new(&hosts[0]);
+    let cluster = Cluster::new(("redis-0.redis", &hosts[0]));
     let set = manifest("statefulset.yaml", "StatefulSet");
     let primary = cluster.pod(&hosts[0], "redis-0", &set["spec"]["template"]["spec"]);
     fill(&primary);
@@ -276,7 +348,7 @@ fn the_values_for_charts_have_commands_that_the_program_understands() {
 }
 
 /// The arguments of all containers with our image in a file.
-fn commands(value: &Value) -> Vec<Vec<String>> {
+pub(crate) fn commands(value: &Value) -> Vec<Vec<String>> {
     match value {
         Value::Mapping(map) if map.get("image").is_some_and(|image| *image == "remora:latest") => {
             let args = map.get("args").and_then(Value::as_sequence).unwrap();

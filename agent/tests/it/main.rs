@@ -10,6 +10,7 @@ mod backup;
 mod broken;
 mod by_file;
 mod certificates;
+mod chart;
 mod cli;
 mod cluster;
 mod cluster_migration;

@@ -6,6 +6,7 @@
 //!                                                              └buildah─▶ remora-V-ARCH.oci.tar, an image
 //!   cargo-sbom ──▶ remora-V.cdx.json, remora-module-V.cdx.json            SHA256SUMS, of everything
 //!   deploy/kubernetes ──▶ remora-V-kubernetes.tar.gz      the checksums of the archives ──▶ remora.rb, for Homebrew
+//!   deploy/chart/remora, with the version ──▶ remora-V-chart.tgz, for Helm
 //! ```
 //!
 //! - [`build`]: programs that run on older systems than this one. [`check_needs`]: what a program asks of a system.
@@ -94,7 +95,8 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let programs = build(architecture)?;
         let tree = tempfile::tempdir()?;
         plant(&programs, tree.path())?;
-        archive(tree.path(), out, &format!("remora-{version}-linux-{}", architecture.name()), &date)?;
+        let name = format!("remora-{version}-linux-{}", architecture.name());
+        archive(tree.path(), &out.join(format!("{name}.tar.gz")), &name, &date)?;
         for package in &PACKAGES {
             package.build(tree.path(), out, version, architecture, &date)?;
         }
@@ -107,7 +109,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     for package in &PACKAGES {
         fs::write(out.join(format!("{}-{version}.cdx.json", package.name)), bill(package.member)?)?;
     }
-    archive(Path::new("deploy/kubernetes"), out, &format!("remora-{version}-kubernetes"), &date)?;
+    let name = format!("remora-{version}-kubernetes");
+    archive(Path::new("deploy/kubernetes"), &out.join(format!("{name}.tar.gz")), &name, &date)?;
+    chart(Path::new("deploy/chart/remora"), &out.join(format!("remora-{version}-chart.tgz")), version, &date)?;
     let formula = formula(version, env!("CARGO_PKG_REPOSITORY"), &sums(out)?);
     fs::write(out.join("remora.rb"), formula)?;
     fs::write(out.join("SHA256SUMS"), sums(out)?)?;
@@ -115,11 +119,29 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-fn archive(tree: &Path, out: &Path, name: &str, date: &str) -> Result<()> {
+/// Packs a folder; in the archive it has that name.
+fn archive(tree: &Path, file: &Path, name: &str, date: &str) -> Result<()> {
     let (rename, date) = (format!("s,^\\.,{name},"), format!("--mtime=@{date}"));
     let mut tar = Command::new("tar");
     tar.args(["--owner=0", "--group=0", "--numeric-owner", "--sort=name", &date, "--transform", &rename, "-czf"]);
-    succeed(tar.arg(out.join(format!("{name}.tar.gz"))).arg("-C").arg(tree).arg("."))
+    succeed(tar.arg(file).arg("-C").arg(tree).arg("."))
+}
+
+/// Packs the chart as `helm package` does, with this version.
+fn chart(folder: &Path, file: &Path, version: &str, date: &str) -> Result<()> {
+    let scratch = tempfile::tempdir()?;
+    succeed(Command::new("cp").arg("-r").arg(folder.join(".")).arg(scratch.path()))?;
+    let about = scratch.path().join("Chart.yaml");
+    let text = fs::read_to_string(&about)?;
+    let mut of_version = text.clone();
+    for key in ["version", "appVersion"] {
+        of_version = of_version.replace(&format!("\n{key}: 0.0.0\n"), &format!("\n{key}: {version}\n"));
+    }
+    if of_version.matches(&format!(": {version}\n")).count() != 2 {
+        return Err(format!("{} has another version than 0.0.0", folder.display()).into());
+    }
+    fs::write(about, of_version)?;
+    archive(scratch.path(), file, "remora", date)
 }
 
 /// The crates of which a member of the workspace is made, as CycloneDX.
@@ -603,6 +625,21 @@ mod tests {
         assert!(both.contains(url) && both.contains("sha256 \"ab\"") && both.contains("sha256 \"cd\""), "{both}");
         let one = formula("1.2.3", "https://forge/remora", sums.lines().next().unwrap());
         assert!(one.contains("on_intel") && !one.contains("on_arm"), "{one}");
+    }
+
+    /// Helm wants the chart's name as the folder, and takes the version from the file in it.
+    #[test]
+    fn the_charts_archive_has_its_folder_and_the_version() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("chart.tgz");
+        chart(&crate_root().join("../../deploy/chart/remora"), &file, "1.2.3", "1700000000").unwrap();
+        let mut read = Command::new("tar");
+        let about = said(read.arg("-xzOf").arg(&file).args(["remora/Chart.yaml"])).unwrap();
+        assert!(about.contains("\nversion: 1.2.3\nappVersion: 1.2.3\n"), "{about}");
+        let names = said(Command::new("tar").arg("-tzf").arg(&file)).unwrap();
+        for name in ["values.yaml", "values.schema.json", "templates/primary.yaml", "templates/_helpers.tpl"] {
+            assert!(names.lines().any(|line| line == format!("remora/{name}")), "{name} is not in\n{names}");
+        }
     }
 
     /// `cargo binstall` finds what is packed here.
