@@ -152,6 +152,7 @@ impl Informer for Remora {
         section.number(c"sweeps_done", sweeps.done);
         section.number(c"sweeps_failed", sweeps.failed);
         section.number(c"sweep_keys", sweeps.keys);
+        section.number(c"sweep_keys_in_pieces", sweeps.large);
         section.text(c"sweep_error", &sweeps.error);
         section.text(c"fast_keys", &fast::state());
         section.text(c"fast_keys_layout", fast::origin());
