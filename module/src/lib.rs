@@ -75,6 +75,7 @@ impl Module for Remora {
         if !events {
             return refuse(context, "the server has no events for databases, roles and modules");
         }
+        running::loaded();
         context.register_info::<Remora>();
         // We tolerate a snapshot that breaks off, and old data being served beside new data: otherwise the server would
         // no longer load from its link.

@@ -76,6 +76,12 @@ pub(crate) fn outcomes() -> Outcomes {
     OUTCOMES.with_borrow(Outcomes::clone)
 }
 
+/// The module has been loaded, perhaps anew: a server drops the subscriptions of a module that it unloads, and the
+/// library may have stayed in memory.
+pub(crate) fn loaded() {
+    LISTENS.set(false);
+}
+
 /// Ends the sweep if there is one.
 pub(super) fn interrupt(why: &'static str) {
     INTERRUPTED.set(Some(why));
