@@ -5,9 +5,9 @@
 
 pub(crate) use crate::ffi::{
     AddError, Adding, AuxLoad, BATCH, Command, CommandFilter, Context, Cursor, EventHandler, FastServer, FilterId,
-    Flag, FoundKey, FoundValue, Functions, InfoSection, Informer, Io, Key, KeyHash, KeyKind, LogLevel, Module, Number,
-    OwnContext, OwnedStr, Scratch, ServerInfo, Shape, Step, Steps, StrRef, Timer, TimerId, Trouble, Words, in_child,
-    register_aux, warm,
+    Flag, FoundKey, FoundValue, Functions, InfoSection, Informer, Io, Key, KeyHash, KeyKind, ListEvents, LogLevel,
+    Module, Number, OwnContext, OwnedStr, Scratch, ServerInfo, Shape, Step, Steps, StrRef, Timer, TimerId, Trouble,
+    Words, in_child, register_aux, warm,
 };
 
 /// `REDISMODULE_EVENT_REPLICATION_ROLE_CHANGED`.

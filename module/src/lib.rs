@@ -75,6 +75,7 @@ impl Module for Remora {
         if !events {
             return refuse(context, "the server has no events for databases, roles and modules");
         }
+        running::loaded();
         context.register_info::<Remora>();
         // We tolerate a snapshot that breaks off, and old data being served beside new data: otherwise the server would
         // no longer load from its link.
@@ -152,6 +153,7 @@ impl Informer for Remora {
         section.number(c"sweeps_done", sweeps.done);
         section.number(c"sweeps_failed", sweeps.failed);
         section.number(c"sweep_keys", sweeps.keys);
+        section.number(c"sweep_keys_in_pieces", sweeps.large);
         section.text(c"sweep_error", &sweeps.error);
         section.text(c"fast_keys", &fast::state());
         section.text(c"fast_keys_layout", fast::origin());

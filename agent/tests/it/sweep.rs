@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::workload::Options;
-use remora_lab::{Kind, Server, Workload, assert_same_data, fill_every_type, require};
+use remora_lab::{Client, Kind, Server, Workload, assert_same_data, fill_every_type, require};
 
 use crate::kit::{LONG, Source, Stage, at_once, ends, load, number, says};
 use crate::module::{method, with_module};
@@ -33,6 +33,38 @@ fn populate(primary: &Server, keys: u64) {
     client.ok(&["DEBUG", "POPULATE", &keys.to_string(), "key", "50"]).unwrap();
 }
 
+/// Values that are written in pieces.
+const LARGE: [&str; 4] = ["large:list", "large:hash", "large:set", "large:sorted"];
+
+fn populate_large(primary: &Server) {
+    let script = "for i = 1, 12000 do redis.call('RPUSH', KEYS[1], i) redis.call('HSET', KEYS[2], i, i) \
+                  redis.call('SADD', KEYS[3], 'e' .. i) redis.call('ZADD', KEYS[4], i / 3, i) end";
+    primary.client().unwrap().call(&[&["EVAL", script, "4"][..], &LARGE].concat()).unwrap();
+}
+
+/// A write to a large value: most change a part of it, and some all of it.
+fn write_to_large(client: &mut Client, number: u64) {
+    let element = (number * 7919 % 14_000).to_string();
+    let [list, hash, set, sorted] = LARGE;
+    match number % 211 {
+        0 => client.queue(&["RENAME", hash, "large:renamed"]),
+        1 => client.queue(&["RENAME", "large:renamed", hash]),
+        2 => client.queue(&["SPOP", set]),
+        3 => client.queue(&["RPOPLPUSH", list, list]),
+        4 => client.queue(&["ZUNIONSTORE", "large:union", "1", sorted]),
+        _ => match number % 8 {
+            0 => client.queue(&["LPUSH", list, &element]),
+            1 => client.queue(&["RPOP", list]),
+            2 => client.queue(&["HSET", hash, &element, "new"]),
+            3 => client.queue(&["HDEL", hash, &element]),
+            4 => client.queue(&["SADD", set, &element]),
+            5 => client.queue(&["SREM", set, &format!("e{element}")]),
+            6 => client.queue(&["ZADD", sorted, "7", &element]),
+            _ => client.queue(&["ZREM", sorted, &element]),
+        },
+    }
+}
+
 /// Writes of each of two writers, per second. Beside them stands [`resize`], which is as fast as the server.
 const RATE: u64 = 5_000;
 
@@ -51,6 +83,7 @@ fn resize(primary: &Server, over: &AtomicBool) {
         for number in 0..KEYS_BESIDE_WRITERS / 2 {
             let (more, old) = (format!("more:{number}"), format!("key:{}", (number * 7 + round) % KEYS_BESIDE_WRITERS));
             client.queue(&["APPEND", &more, "x"]);
+            write_to_large(&mut client, number + round);
             match number % 8 {
                 0 => client.queue(&["RENAME", &old, &format!("renamed:{number}")]),
                 1 => client.queue(&["COPY", &old, &more, "DB", "9", "REPLACE"]),
@@ -94,6 +127,7 @@ fn is_exact_under_every_kind_of_write(kind: Kind) {
     fill_every_type(&mut primary.client().unwrap(), 23).unwrap();
     load(&primary, 50, 100_000);
     populate(&primary, KEYS_BESIDE_WRITERS);
+    populate_large(&primary);
     let forks = number(&primary, "total_forks");
     for round in 0..2 {
         let replica = Server::start(kind).unwrap();
@@ -263,9 +297,8 @@ fn a_value_that_is_too_large_for_one_moment_ends_a_sweep() {
         client.ok(&["SET", "large", &"x".repeat(5 << 20)]).unwrap();
         is_forked_for(&primary, "the value of the key \"large\" of database 0 is too large");
         client.int(&["DEL", "large"]).unwrap();
-        for _ in 0..30 {
-            client.int(&[&["RPUSH", "long"][..], &["element"; 1000]].concat()).unwrap();
-        }
+        let script = "for i = 1, 30000 do redis.call('XADD', KEYS[1], '*', 'field', i) end";
+        client.call(&["EVAL", script, "1", "long"]).unwrap();
         is_forked_for(&primary, "the value of the key \"long\" of database 0 is too large");
     }
 }

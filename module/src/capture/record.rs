@@ -115,8 +115,8 @@ fn put_number(out: &mut Vec<u8>, number: i64) {
 /// The type of a plain string.
 const TYPE_STRING: u8 = 0;
 
-/// A short string: length and bytes.
-fn put_string(out: &mut Vec<u8>, string: &[u8]) {
+/// A string: length and bytes.
+pub(crate) fn put_string(out: &mut Vec<u8>, string: &[u8]) {
     put_length(out, string.len() as u64);
     out.extend_from_slice(string);
 }

@@ -162,6 +162,10 @@ impl Cursor {
 }
 
 impl Cursor {
+    pub(super) fn raw(&mut self) -> *mut RawCursor {
+        self.raw.as_ptr()
+    }
+
     /// Where the next step begins: what `SCAN` calls its cursor. 0 at the beginning and at the end.
     pub(crate) fn position(&self) -> u64 {
         // SAFETY: The server's object begins with this number in every supported server (`struct

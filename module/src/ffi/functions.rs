@@ -56,6 +56,7 @@ pub(crate) struct RawEvent {
 pub(crate) type CommandFn = unsafe extern "C" fn(*mut RawContext, *mut *mut RawString, c_int) -> c_int;
 pub(crate) type EventFn = unsafe extern "C" fn(*mut RawContext, RawEvent, u64, *mut c_void);
 pub(crate) type ScanFn = unsafe extern "C" fn(*mut RawContext, *mut RawString, *mut RawKey, *mut c_void);
+pub(crate) type ElementFn = unsafe extern "C" fn(*mut RawKey, *mut RawString, *mut RawString, *mut c_void);
 pub(crate) type InfoFn = unsafe extern "C" fn(*mut RawInfo, c_int);
 pub(crate) type TimerFn = unsafe extern "C" fn(*mut RawContext, *mut c_void);
 pub(crate) type AuxLoadFn = unsafe extern "C" fn(*mut RawIo, c_int, c_int) -> c_int;
@@ -164,6 +165,8 @@ functions! {
         set_lfu = "RedisModule_SetLFU": unsafe extern "C" fn(*mut RawKey, c_longlong) -> c_int,
         delete_key = "RedisModule_DeleteKey": unsafe extern "C" fn(*mut RawKey) -> c_int,
         scan = "RedisModule_Scan": unsafe extern "C" fn(*mut RawContext, *mut RawCursor, ScanFn, *mut c_void) -> c_int,
+        scan_key = "RedisModule_ScanKey": unsafe extern "C" fn(*mut RawKey, *mut RawCursor, ElementFn, *mut c_void) -> c_int,
+        list_get = "RedisModule_ListGet": unsafe extern "C" fn(*mut RawKey, c_long) -> *mut RawString,
         cursor_create = "RedisModule_ScanCursorCreate": unsafe extern "C" fn() -> *mut RawCursor,
         cursor_destroy = "RedisModule_ScanCursorDestroy": unsafe extern "C" fn(*mut RawCursor),
         call = "RedisModule_Call": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> *mut RawReply,

@@ -21,6 +21,14 @@ pub(crate) enum KeyKind {
     Empty,
     /// A plain string.
     String,
+    /// A list.
+    List,
+    /// A hash.
+    Hash,
+    /// A set.
+    Set,
+    /// A sorted set.
+    SortedSet,
     /// Any other kind.
     Other,
 }
@@ -39,12 +47,20 @@ impl<'c> Key<'c> {
         Key { raw, ours, context: PhantomData }
     }
 
+    pub(super) fn raw(&self) -> *mut RawKey {
+        self.raw.as_ptr()
+    }
+
     /// The kind of its value.
     pub(crate) fn kind(&self) -> KeyKind {
         // SAFETY: An open key (handle rule).
         match unsafe { (server().key_type)(self.raw.as_ptr()) } {
             KEY_EMPTY => KeyKind::Empty,
             KEY_STRING => KeyKind::String,
+            KEY_LIST => KeyKind::List,
+            KEY_HASH => KeyKind::Hash,
+            KEY_SET => KeyKind::Set,
+            KEY_SORTED_SET => KeyKind::SortedSet,
             _ => KeyKind::Other,
         }
     }
@@ -184,6 +200,18 @@ const KEY_EMPTY: c_int = 0;
 
 /// `REDISMODULE_KEYTYPE_STRING`.
 const KEY_STRING: c_int = 1;
+
+/// `REDISMODULE_KEYTYPE_LIST`.
+const KEY_LIST: c_int = 2;
+
+/// `REDISMODULE_KEYTYPE_HASH`.
+const KEY_HASH: c_int = 3;
+
+/// `REDISMODULE_KEYTYPE_SET`.
+const KEY_SET: c_int = 4;
+
+/// `REDISMODULE_KEYTYPE_ZSET`.
+const KEY_SORTED_SET: c_int = 5;
 
 // The server's strings: bytes with a length, owned by the server or by us.
 

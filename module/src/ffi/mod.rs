@@ -8,7 +8,8 @@
 //!
 //! `fast` has the server's private functions and tables, for builds that are known exactly.
 //!
-//! `filter` has what a sweep needs: commands before they run, and the server's hash function.
+//! `filter` and `elements` have what a sweep needs: commands before they run, the server's hash function, and values
+//! some elements at a time.
 //!
 //! `context` has the functions that need no other handle; `dataset` adds those for keys, commands and INFO, and for
 //! what a callback registers: commands, events, timers and settings.
@@ -29,6 +30,7 @@
 mod callback;
 mod context;
 mod dataset;
+mod elements;
 mod entry;
 mod fast;
 mod filter;
@@ -39,6 +41,7 @@ mod key;
 pub(crate) use callback::{Command, EventHandler, Timer};
 pub(crate) use context::{Context, LogLevel, OwnContext};
 pub(crate) use dataset::{Cursor, ServerInfo, TimerId};
+pub(crate) use elements::ListEvents;
 pub(crate) use entry::{Flag, InfoSection, Informer, Module, Number};
 pub(crate) use fast::{
     AddError, Adding, BATCH, FastServer, FoundKey, FoundValue, Functions, Scratch, Shape, Step, Steps, Trouble,

@@ -5,6 +5,8 @@
 //! that writes and that is not here is not swept ([`is_known`]). A rule may ask for more than its command needs, and
 //! never for less: to settle a key early changes nothing.
 
+use super::large::{End, Touch};
+
 /// What is to be done before a command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Need {
@@ -44,6 +46,31 @@ pub(super) fn need<'w>(count: usize, word: impl Fn(usize) -> Option<&'w [u8]>) -
             let what = word(1).unwrap_or_default();
             if HARMLESS.iter().any(|harmless| what.eq_ignore_ascii_case(harmless)) { Need::Nothing } else { Need::End }
         }
+    }
+}
+
+/// What the command of these words does to a large value that is being taken, if its key is the one key that the
+/// command names, or one of those that it may pop from.
+pub(super) fn touch<'w>(count: usize, word: impl Fn(usize) -> Option<&'w [u8]>) -> Touch {
+    let is = |name: &[u8]| word(0).is_some_and(|word| word.eq_ignore_ascii_case(name));
+    let any = |names: &[&[u8]]| names.iter().any(|name| is(name));
+    // All that may be an element's name. A word that is none changes nothing: it is no element, or an early one.
+    if any(&[b"hset", b"hmset"]) {
+        Touch::Elements { first: 2, step: 2 }
+    } else if any(&[b"hsetnx", b"hincrby", b"hincrbyfloat", b"hdel", b"sadd", b"srem", b"zadd", b"zincrby", b"zrem"]) {
+        Touch::Elements { first: 2, step: 1 }
+    } else if any(&[b"lpush", b"lpushx", b"rpush", b"rpushx"]) {
+        Touch::Push
+    } else if any(&[b"lpop", b"rpop"]) {
+        let end = if is(b"lpop") { End::Head } else { End::Tail };
+        let elements = word(2).map_or(Some(1), |elements| std::str::from_utf8(elements).ok()?.parse().ok());
+        elements.filter(|_| count <= 3).map_or(Touch::All, |elements| Touch::Pop(end, elements))
+    } else if is(b"blpop") {
+        Touch::Pop(End::Head, 1)
+    } else if is(b"brpop") {
+        Touch::Pop(End::Tail, 1)
+    } else {
+        Touch::All
     }
 }
 
@@ -254,6 +281,23 @@ mod tests {
         for line in ["FLUSHALL", "swapdb 0 1", "DEBUG RELOAD", "DEBUG", "sort a by w_* get # store b", "MODULE LOAD x"]
         {
             assert_eq!(of(line), Need::End, "{line}");
+        }
+    }
+
+    #[test]
+    fn what_a_command_does_to_a_large_value_is_found_by_its_words() {
+        let of = |line: &str| {
+            let words: Vec<&[u8]> = line.split(' ').map(str::as_bytes).collect();
+            touch(words.len(), |at| words.get(at).copied())
+        };
+        assert_eq!(of("HSet k f v"), Touch::Elements { first: 2, step: 2 });
+        assert_eq!(of("zadd k NX 1 m"), Touch::Elements { first: 2, step: 1 });
+        assert_eq!((of("RPUSH k v"), of("rpop k")), (Touch::Push, Touch::Pop(End::Tail, 1)));
+        assert_eq!((of("LPOP k 7"), of("blpop k l 0")), (Touch::Pop(End::Head, 7), Touch::Pop(End::Head, 1)));
+        for line in
+            ["del k", "lpop k x", "lpop k -1", "lmove k l LEFT LEFT", "spop k", "hsetex k FIELDS 1 f v", "sort k"]
+        {
+            assert_eq!(of(line), Touch::All, "{line}");
         }
     }
 

@@ -43,7 +43,7 @@ pub(super) struct Database {
 }
 
 /// A sweep's way through the databases.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Course {
     databases: Vec<Database>,
     /// The database that is being swept. Beyond the last one at the end.

@@ -1,5 +1,6 @@
 //! The bytes of a sweep on their way to the agent: kept until its socket takes them. Nothing here waits.
 
+use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -10,10 +11,15 @@ use rustix::net::{SendFlags, send};
 /// Records that wait for the agent, in frames ([`sweep`]).
 pub(super) struct Feed {
     socket: OwnedFd,
-    /// Frames, of which the last one may be open.
-    bytes: Vec<u8>,
-    /// Where the open frame begins.
-    open: Option<usize>,
+    /// Frames that are closed, and parts of such. They move, and are not copied: some have many MiB.
+    closed: VecDeque<Vec<u8>>,
+    /// A frame that is open, or nothing.
+    open: Vec<u8>,
+    /// Bytes that are closed and not sent.
+    waiting: usize,
+    /// Those among them that clients had no part in: of large values.
+    large: usize,
+    /// Bytes of the first part that are sent.
     sent: usize,
     /// When the agent took something last, or nothing waited.
     moved: Instant,
@@ -32,22 +38,34 @@ pub(super) enum FeedError {
 
 impl Feed {
     pub(super) fn new(socket: OwnedFd) -> Feed {
-        Feed { socket, bytes: Vec::new(), open: None, sent: 0, moved: Instant::now() }
+        let (closed, open) = (VecDeque::new(), Vec::new());
+        Feed { socket, closed, open, waiting: 0, large: 0, sent: 0, moved: Instant::now() }
     }
 
     /// Where records are appended.
     pub(super) fn records(&mut self) -> &mut Vec<u8> {
-        if self.open.is_none() {
-            self.open = Some(self.bytes.len());
-            self.bytes.extend_from_slice(&sweep::frame_head(0));
+        if self.open.is_empty() {
+            self.open.extend_from_slice(&sweep::frame_head(0));
         }
-        &mut self.bytes
+        &mut self.open
+    }
+
+    /// Appends parts of a large record.
+    pub(super) fn large(&mut self, parts: Vec<Vec<u8>>) {
+        self.close();
+        let bytes = parts.iter().map(Vec::len).sum();
+        if bytes == 0 {
+            return;
+        }
+        self.push(sweep::frame_head(bytes).to_vec());
+        parts.into_iter().filter(|part| !part.is_empty()).for_each(|part| self.push(part));
+        self.large += bytes;
     }
 
     /// Appends the mark of a whole snapshot.
     pub(super) fn end(&mut self, keys: u64) {
         self.close();
-        self.bytes.extend_from_slice(&sweep::end(keys));
+        self.push(sweep::end(keys).to_vec());
     }
 
     /// Whether so much waits for the agent that the sweep had better stand still.
@@ -55,68 +73,75 @@ impl Feed {
         self.waiting() >= FULL_BYTES
     }
 
-    /// Fails if more waits than the server should keep.
+    /// Fails if more waits than the server should keep, besides large values, which have a bound of their own.
     pub(super) fn check(&self) -> Result<(), FeedError> {
-        if self.waiting() > WAITING_BYTES_MAX { Err(FeedError::Slow) } else { Ok(()) }
+        let large = self.large.min(self.waiting);
+        if self.waiting() - large > WAITING_BYTES_MAX { Err(FeedError::Slow) } else { Ok(()) }
+    }
+
+    /// Bytes of large values that wait.
+    pub(super) fn large_bytes(&self) -> usize {
+        self.large.min(self.waiting)
     }
 
     /// Sends what the socket takes at once. True if nothing is left.
     pub(super) fn send(&mut self) -> Result<bool, FeedError> {
         self.close();
         loop {
-            let Some(left) = self.bytes.get(self.sent..).filter(|left| !left.is_empty()) else {
-                self.bytes.clear();
-                (self.sent, self.moved) = (0, Instant::now());
+            let Some(left) = self.closed.front().and_then(|first| first.get(self.sent..)) else {
+                (self.sent, self.large, self.moved) = (0, 0, Instant::now());
                 return Ok(true);
             };
+            if left.is_empty() {
+                self.closed.pop_front();
+                self.sent = 0;
+                continue;
+            }
             match send(&self.socket, left, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(sent) => {
                     self.sent += sent;
+                    self.waiting = self.waiting.saturating_sub(sent);
                     self.moved = Instant::now();
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) if self.moved.elapsed() > STUCK_AFTER => return Err(FeedError::Stuck),
-                Err(Errno::AGAIN) => break,
+                Err(Errno::AGAIN) => return Ok(false),
                 Err(error) => return Err(FeedError::Gone(error)),
             }
         }
-        if self.sent > MOVED_BYTES {
-            self.bytes.drain(..self.sent);
-            self.sent = 0;
-        }
-        Ok(false)
     }
 
     /// Writes the length of the open frame, which goes if it is empty.
     fn close(&mut self) {
-        let Some(at) = self.open.take() else { return };
-        if self.bytes.len() == at + sweep::HEAD_BYTES {
+        let mut frame = std::mem::take(&mut self.open);
+        let Some(length) = frame.len().checked_sub(sweep::HEAD_BYTES).filter(|length| *length > 0) else {
             // A frame of nothing would be taken for the end.
-            self.bytes.truncate(at);
             return;
+        };
+        if let Some(space) = frame.get_mut(..sweep::HEAD_BYTES) {
+            space.copy_from_slice(&sweep::frame_head(length));
         }
-        let head = sweep::frame_head(self.bytes.len() - at - sweep::HEAD_BYTES);
-        if let Some(space) = self.bytes.get_mut(at..at + sweep::HEAD_BYTES) {
-            space.copy_from_slice(&head);
-        }
+        self.push(frame);
+    }
+
+    fn push(&mut self, part: Vec<u8>) {
+        self.waiting += part.len();
+        self.closed.push_back(part);
     }
 
     fn waiting(&self) -> usize {
-        self.bytes.len() - self.sent
+        self.waiting + self.open.len()
     }
 }
 
 /// Bytes that may wait before the sweep stands still: what an agent takes in a few milliseconds.
 const FULL_BYTES: usize = 4 << 20;
 
-/// Bytes that may wait at all: what clients change while the sweep stands still goes here.
+/// Bytes that may wait at all, besides large values: what clients change while the sweep stands still goes here.
 const WAITING_BYTES_MAX: usize = 64 << 20;
 
 /// How long an agent may take nothing: it reads all the time, unless its readers are far too slow for its table.
 const STUCK_AFTER: Duration = Duration::from_secs(10);
-
-/// Sent bytes from which the rest is moved to the front: more than the socket takes at once, so that little is moved.
-const MOVED_BYTES: usize = 1 << 20;
 
 #[cfg(test)]
 mod tests {
@@ -152,6 +177,30 @@ mod tests {
         }
         assert!(got == wanted);
         assert_eq!(keys, Some(77));
+    }
+
+    #[test]
+    fn parts_of_a_large_record_are_one_frame_between_the_others_and_are_not_the_clients() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut feed = Feed::new(ours.into());
+        feed.records().extend_from_slice(b"before ");
+        feed.large(vec![b"large ".to_vec(), vec![], vec![b'x'; 40_000]]);
+        feed.large(vec![vec![]]);
+        feed.records().extend_from_slice(b" behind");
+        assert_eq!((feed.large_bytes(), feed.is_full()), (40_006, false));
+        assert!(feed.send().unwrap());
+        assert_eq!(feed.large_bytes(), 0);
+        feed.large(vec![vec![0; WAITING_BYTES_MAX]]);
+        feed.records().extend_from_slice(b"a client's");
+        feed.check().unwrap();
+        feed.records().extend_from_slice(&vec![0; WAITING_BYTES_MAX]);
+        assert!(matches!(feed.check(), Err(FeedError::Slow)));
+        drop(feed);
+        let mut bytes = Vec::new();
+        theirs.read_to_end(&mut bytes).unwrap();
+        let (mut frames, mut got) = (sweep::Frames::default(), Vec::new());
+        frames.take(&bytes, |records| got.extend_from_slice(records)).unwrap();
+        assert!(got.starts_with(b"before large xxx") && got.ends_with(b"x behind"));
     }
 
     #[test]

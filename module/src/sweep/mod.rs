@@ -13,6 +13,7 @@
 //!
 //! - [`commands`]: what each command of the servers means for a sweep. Pure.
 //! - [`course`]: where the sweep is, and which keys need nothing more. Pure. **Start there.**
+//! - [`large`]: one large value, which is taken down in pieces while clients change it. Pure.
 //! - [`begin`]: `REMORA.SWEEP`, and every condition under which a server is not swept.
 //! - [`running`]: the sweep in the server: its filter, its turns, its end.
 //! - [`feed`]: the bytes on their way to the agent.
@@ -24,6 +25,9 @@ pub(crate) mod begin;
 mod commands;
 mod course;
 mod feed;
+mod large;
+#[cfg(test)]
+mod large_model;
 #[cfg(test)]
 mod model;
 pub(crate) mod running;

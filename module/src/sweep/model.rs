@@ -122,14 +122,14 @@ const EXPIRING: u8 = 36;
 
 /// The shape of one database's tables.
 #[derive(Clone, Copy, Debug)]
-struct Shape {
-    bits: u32,
+pub(super) struct Shape {
+    pub(super) bits: u32,
     /// While keys move there.
-    next: Option<u32>,
+    pub(super) next: Option<u32>,
 }
 
 impl Shape {
-    fn change(&mut self, random: &mut Random) {
+    pub(super) fn change(&mut self, random: &mut Random) {
         match self.next.take() {
             Some(bits) => self.bits = bits,
             None => self.next = Some(random.below(7) as u32),
@@ -137,7 +137,7 @@ impl Shape {
     }
 
     /// One step of the servers' scan: whether it shows a key of this hash, and where the next step begins.
-    fn step(self, cursor: u64, hash_is_in_next: impl Fn(u64) -> bool) -> (impl Fn(u64) -> bool, u64) {
+    pub(super) fn step(self, cursor: u64, hash_is_in_next: impl Fn(u64) -> bool) -> (impl Fn(u64) -> bool, u64) {
         let mask = |bits: u32| (1_u64 << bits) - 1;
         let mut masks = [mask(self.bits), mask(self.next.unwrap_or(self.bits))];
         let is_moving = self.next.is_some();

@@ -1,16 +1,18 @@
 //! A sweep in its server: the filter of commands, the turns, and the end.
 
 use std::cell::{Cell, RefCell};
+use std::ffi::CString;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use super::commands::{Need, need};
+use super::commands::{Need, need, touch};
 use super::course::{Astray, Course, Place};
 use super::feed::{Feed, FeedError};
+use super::large::{End, Large, Lost, MOMENT_BYTES_MAX, MOMENT_ELEMENTS_MAX, Shape, Show, State, Value};
 use crate::api::{
     CommandFilter, Context, Cursor, EVENT_FLUSH, EVENT_MODULE_CHANGE, EVENT_ROLE_CHANGED, EVENT_SWAP, EventHandler,
-    FilterId, KeyHash, KeyKind, LogLevel, Number, OwnContext, OwnedStr, StrRef, Timer, Words,
+    FilterId, Key, KeyHash, KeyKind, ListEvents, LogLevel, Number, OwnContext, OwnedStr, StrRef, Timer, Words,
 };
 use crate::capture::record::{self, Age};
 use crate::capture::shown;
@@ -30,9 +32,16 @@ const TURN_MAX: Duration = Duration::from_millis(5);
 /// Bytes of a string from which on a client would wait for its record for too long: some milliseconds.
 const STRING_BYTES_MAX: usize = 4 << 20;
 
-/// The same for the elements of another value, and for the memory that it takes.
-const ELEMENTS_MAX: usize = 20_000;
-const MEMORY_BYTES_MAX: i64 = 4 << 20;
+/// Elements, and bytes of memory, from which on a value is taken in pieces: a `DUMP` of it would take a millisecond.
+const LARGE_ELEMENTS: u64 = 4_000;
+const LARGE_BYTES: u64 = 256 << 10;
+
+/// The longest piece of a large value.
+const PIECE: Duration = Duration::from_millis(1);
+
+/// Bytes of large values that are being taken, or wait for the agent. They are kept until they are whole, since a key
+/// may expire before that.
+const TAKEN_BYTES_MAX: usize = 64 << 20;
 
 /// How the sweeps of this server have ended, for INFO and `REMORA.STATUS`.
 #[derive(Clone, Debug, Default)]
@@ -41,6 +50,8 @@ pub(crate) struct Outcomes {
     pub(crate) failed: u64,
     /// Keys of the last one that was done.
     pub(crate) keys: u64,
+    /// Those among them that were taken in pieces.
+    pub(crate) large: u64,
     /// Why the last one failed.
     pub(crate) error: String,
 }
@@ -51,6 +62,8 @@ thread_local! {
     static SWEEP: RefCell<Option<Sweep>> = const { RefCell::new(None) };
     /// What has happened to the server that ends the sweep.
     static INTERRUPTED: Cell<Option<&'static str>> = const { Cell::new(None) };
+    /// Whether the server tells which lists have changed. It does so until it unloads the module.
+    static LISTENS: Cell<bool> = const { Cell::new(false) };
     static OUTCOMES: RefCell<Outcomes> = RefCell::new(Outcomes::default());
 }
 
@@ -61,6 +74,12 @@ pub(crate) fn is_busy() -> bool {
 
 pub(crate) fn outcomes() -> Outcomes {
     OUTCOMES.with_borrow(Outcomes::clone)
+}
+
+/// The module has been loaded, perhaps anew: a server drops the subscriptions of a module that it unloads, and the
+/// library may have stayed in memory.
+pub(crate) fn loaded() {
+    LISTENS.set(false);
 }
 
 /// Ends the sweep if there is one.
@@ -99,6 +118,12 @@ enum Trouble {
     Command(String),
     #[error("the value of the key {key:?} of database {database} is too large to be written in one moment")]
     TooLarge { database: u32, key: String },
+    #[error("the value of the key {key:?} of database {database} was not written in pieces: {lost}")]
+    Lost { database: u32, key: String, lost: Lost },
+    #[error("large values that are being written have more than {} MiB", TAKEN_BYTES_MAX >> 20)]
+    TooManyLarge,
+    #[error("the server does not tell which lists have changed")]
+    NoEvents,
     #[error("the server did not dump the key {key:?} of database {database}: {text}")]
     NotDumped { database: u32, key: String, text: String },
     #[error("the database {0} cannot be selected")]
@@ -111,6 +136,28 @@ enum Trouble {
     NotReported,
     #[error("a bug of remora; the server's log has the location")]
     Bug,
+}
+
+/// A large value that is being taken.
+struct Taking {
+    /// Of its database.
+    index: usize,
+    database: u32,
+    name: OwnedStr,
+    hash: u64,
+    /// The record up to the value.
+    head: Vec<u8>,
+    value: Large,
+}
+
+/// How a value is written down.
+#[derive(Clone, Copy, Debug)]
+enum Size {
+    /// In one moment.
+    Moment,
+    /// In pieces.
+    Pieces(Shape, u64),
+    TooLarge,
 }
 
 /// What a scan says about a key.
@@ -134,6 +181,10 @@ pub(super) struct Sweep {
     cursor: Cursor,
     /// Of looking a key up.
     seek: Cursor,
+    /// Of the elements of a value.
+    elements: Cursor,
+    /// Large values that are being taken.
+    taking: Vec<Taking>,
     filter: Option<FilterId>,
     counts: Counts,
     /// The server's `maxmemory-policy`.
@@ -143,6 +194,8 @@ pub(super) struct Sweep {
     /// The database that the next record belongs to without a word.
     database: Option<u32>,
     keys: u64,
+    /// Keys among them that were taken in pieces.
+    large: u64,
     /// When the last turn ended.
     rested: Instant,
     trouble: Option<Trouble>,
@@ -160,9 +213,12 @@ impl Sweep {
     ) -> Option<()> {
         let mut feed = Feed::new(socket);
         feed.records().extend_from_slice(head);
-        let (cursor, seek) = (Cursor::new(context), Cursor::new(context));
+        let [cursor, seek, elements] = std::array::from_fn(|_| Cursor::new(context));
+        if !LISTENS.get() {
+            LISTENS.set(context.subscribe_to_lists::<Lists>());
+        }
         let filter = Some(context.add_filter::<Filter>()?);
-        let (database, keys, trouble) = (None, 0, None);
+        let (database, keys, large, trouble) = (None, 0, 0, None);
         let (looked, rested) = (Instant::now(), Instant::now());
         let sweep = Sweep {
             course,
@@ -171,12 +227,15 @@ impl Sweep {
             hash,
             cursor,
             seek,
+            elements,
+            taking: Vec::new(),
             filter,
             counts,
             policy,
             looked,
             database,
             keys,
+            large,
             rested,
             trouble,
         };
@@ -187,7 +246,12 @@ impl Sweep {
     }
 
     fn is_sweeping(&self) -> bool {
-        self.trouble.is_none() && self.course.current().is_some()
+        self.trouble.is_none() && !self.is_through()
+    }
+
+    /// Whether every key is passed, and every large value is whole.
+    fn is_through(&self) -> bool {
+        self.course.current().is_none() && self.taking.is_empty()
     }
 
     /// Does something that may end the sweep, also by a panic.
@@ -211,6 +275,7 @@ impl Sweep {
                 self.own.command_keys(&words, |place| places.push(place));
                 for name in places.into_iter().filter_map(|place| words.get(place)) {
                     self.settle(name.as_bytes())?;
+                    self.touch(name.as_bytes(), &words)?;
                 }
                 Ok(self.feed.check()?)
             }
@@ -224,6 +289,84 @@ impl Sweep {
             let Some(database) = self.course.databases().get(index).map(|database| database.number) else { continue };
             if let Some(found) = self.look_up(database, hash, name)? {
                 self.record(index, database, &found)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes of the large values of that name what a command with these words may change.
+    fn touch(&mut self, name: &[u8], words: &[StrRef<'_>]) -> Result<(), Trouble> {
+        let word = |at: usize| words.get(at).map(StrRef::as_bytes);
+        let mut at = 0;
+        while let Some(taking) = self.taking.get(at) {
+            if taking.name.borrow().as_bytes() != name {
+                at += 1;
+                continue;
+            }
+            let state =
+                self.take(at, |value, shown| value.touched(shown, touch(words.len(), word), words.len(), word))?;
+            at += usize::from(state == State::Open);
+        }
+        Ok(())
+    }
+
+    /// Takes more of a large value, and lets go of it if it is whole or has expired.
+    fn take(
+        &mut self,
+        at: usize,
+        work: impl FnOnce(&mut Large, Option<&mut dyn Value>) -> Result<State, Lost>,
+    ) -> Result<State, Trouble> {
+        let Sweep { own, seek, elements, hash: hashes, taking, .. } = self;
+        let Some(Taking { database, name, hash, value, .. }) = taking.get_mut(at) else { return Ok(State::Gone) };
+        let (database, name) = (*database, name.borrow());
+        if !own.select(database) {
+            return Err(Trouble::NoDatabase(database));
+        }
+        let (mut work, mut done) = (Some(work), None);
+        seek.seek(*hash);
+        own.scan(seek, |shown, key| {
+            if shown.as_bytes() == name.as_bytes()
+                && let Some(work) = work.take()
+            {
+                done = Some(work(value, Some(&mut Shown { key, elements: &mut *elements, hash: *hashes })));
+            }
+        });
+        if let Some(work) = work {
+            done = Some(work(value, None));
+        }
+        let lost = |lost| Trouble::Lost { database, key: shown(name.as_bytes()), lost };
+        let state = done.ok_or(Trouble::Bug)?.map_err(lost)?;
+        if state != State::Open {
+            let taken = self.taking.remove(at);
+            if state == State::Whole {
+                self.finish(taken);
+            }
+        }
+        let taken: usize = self.taking.iter().map(|taking| taking.value.bytes()).sum();
+        if taken + self.feed.large_bytes() > TAKEN_BYTES_MAX {
+            return Err(Trouble::TooManyLarge);
+        }
+        Ok(state)
+    }
+
+    /// Writes the record of a large value that is whole.
+    fn finish(&mut self, taken: Taking) {
+        self.select(taken.database);
+        self.feed.records().extend_from_slice(&taken.head);
+        self.feed.large(taken.value.into_record());
+        self.course.recorded(taken.index);
+        self.keys += 1;
+        self.large += 1;
+    }
+
+    /// A list has changed.
+    fn hear(&mut self, end: End, name: &[u8]) -> Result<(), Trouble> {
+        for at in 0..self.taking.len() {
+            if self.taking.get(at).is_some_and(|taking| taking.name.borrow().as_bytes() == name) {
+                self.take(at, |value, shown| {
+                    value.list_changed(end, shown.map_or(0, |shown| shown.length()));
+                    Ok(State::Open)
+                })?;
             }
         }
         Ok(())
@@ -248,6 +391,13 @@ impl Sweep {
 
     /// Takes some steps.
     fn turn(&mut self, until: Instant) -> Result<(), Trouble> {
+        let end_of_piece = until.min(Instant::now() + PIECE);
+        while !self.taking.is_empty() {
+            if self.feed.is_full() || Instant::now() >= end_of_piece {
+                return Ok(());
+            }
+            self.take(0, |value, shown| value.piece(shown, enough(end_of_piece)))?;
+        }
         while let Some((index, database)) = self.course.current() {
             if self.feed.is_full() || Instant::now() >= until {
                 return Ok(());
@@ -268,16 +418,36 @@ impl Sweep {
             if next.is_none() {
                 self.cursor.seek(0);
             }
+            if !self.taking.is_empty() {
+                return Ok(());
+            }
         }
         Ok(())
+    }
+
+    /// Has the records that follow belong to a database.
+    fn select(&mut self, database: u32) {
+        if self.database != Some(database) {
+            record::put_selected(self.feed.records(), database);
+            self.database = Some(database);
+        }
     }
 
     /// Writes the record of a key.
     fn record(&mut self, index: usize, database: u32, found: &Found) -> Result<(), Trouble> {
         let name = found.name.borrow();
         let key = || shown(name.as_bytes());
-        if self.is_large(found)? {
-            return Err(Trouble::TooLarge { database, key: key() });
+        match self.size(database, found)? {
+            Size::Moment => {}
+            Size::TooLarge => {
+                // It may have expired as it was looked at.
+                self.own.propagate(name);
+                return Err(Trouble::TooLarge { database, key: key() });
+            }
+            Size::Pieces(shape, memory) => {
+                self.begin_to_take(index, database, found, shape, memory);
+                return Ok(());
+            }
         }
         let reply = self.own.call(c"DUMP", &[name]);
         let Some(reply) = reply else {
@@ -291,18 +461,13 @@ impl Sweep {
             self.own.propagate(name);
             return Ok(());
         };
-        let records = self.feed.records();
-        if self.database != Some(database) {
+        let age = self.saved_age(found);
+        let Sweep { feed, database: selected, .. } = self;
+        let records = feed.records();
+        if *selected != Some(database) {
             record::put_selected(records, database);
-            self.database = Some(database);
+            *selected = Some(database);
         }
-        // As the server's own saver: an age that the policy goes by.
-        let counts = match found.age {
-            Age::Idle(_) => self.policy.ends_with("-lru"),
-            Age::Frequency(_) => self.policy.ends_with("-lfu"),
-            Age::Unknown => false,
-        };
-        let age = if counts { found.age } else { Age::Unknown };
         record::put_key(records, found.expires_at, age, *kind, name.as_bytes());
         records.extend_from_slice(value);
         // The command has used the key, and nobody else has.
@@ -318,17 +483,80 @@ impl Sweep {
         Ok(())
     }
 
-    /// Whether writing a value down would keep the server's clients waiting.
-    fn is_large(&self, found: &Found) -> Result<bool, Trouble> {
+    /// A key's age as the server's own saver writes it: the one that the policy goes by.
+    fn saved_age(&self, found: &Found) -> Age {
+        let counts = match found.age {
+            Age::Idle(_) => self.policy.ends_with("-lru"),
+            Age::Frequency(_) => self.policy.ends_with("-lfu"),
+            Age::Unknown => false,
+        };
+        if counts { found.age } else { Age::Unknown }
+    }
+
+    fn begin_to_take(&mut self, index: usize, database: u32, found: &Found, shape: Shape, memory: u64) {
+        let name = found.name.borrow();
+        let mut head = Vec::new();
+        record::put_key(&mut head, found.expires_at, self.saved_age(found), shape.record_type(), name.as_bytes());
+        let value = Large::new(shape, found.length as u64, memory, found.expires_at);
+        let (name, hash) = (OwnedStr::new(&self.own, name.as_bytes()), self.hash.of(name.as_bytes()));
+        self.taking.push(Taking { index, database, name, hash, head, value });
+    }
+
+    /// How a value is written down, so that no client of the server waits for long.
+    fn size(&self, database: u32, found: &Found) -> Result<Size, Trouble> {
         if found.kind == KeyKind::String {
-            return Ok(found.length > STRING_BYTES_MAX);
-        }
-        if found.length > ELEMENTS_MAX {
-            return Ok(true);
+            return Ok(if found.length > STRING_BYTES_MAX { Size::TooLarge } else { Size::Moment });
         }
         let usage = OwnedStr::new(&self.own, b"USAGE");
         let reply = self.own.call(c"MEMORY", &[usage.borrow(), found.name.borrow()]).ok_or(Trouble::NotReported)?;
-        Ok(reply.integer().is_some_and(|bytes| bytes > MEMORY_BYTES_MAX))
+        let Some(memory) = reply.integer().and_then(|bytes| u64::try_from(bytes).ok()) else {
+            // It has expired: what writes it down finds that.
+            return Ok(Size::Moment);
+        };
+        let length = found.length as u64;
+        if length <= LARGE_ELEMENTS && memory <= LARGE_BYTES {
+            return Ok(Size::Moment);
+        }
+        Ok(match self.shape(database, found) {
+            Some(_) if memory > TAKEN_BYTES_MAX as u64 => Size::TooLarge,
+            Some(shape) => {
+                if shape == Shape::List && !LISTENS.get() {
+                    return Err(Trouble::NoEvents);
+                }
+                Size::Pieces(shape, memory)
+            }
+            None if length > MOMENT_ELEMENTS_MAX || memory > MOMENT_BYTES_MAX => Size::TooLarge,
+            None => Size::Moment,
+        })
+    }
+
+    /// The shape of a value that can be taken in pieces, and then has nothing but its elements.
+    fn shape(&self, database: u32, found: &Found) -> Option<Shape> {
+        let encoding = OwnedStr::new(&self.own, b"ENCODING");
+        let reply = self.own.call(c"OBJECT", &[encoding.borrow(), found.name.borrow()])?;
+        match (found.kind, reply.as_bytes()?) {
+            (KeyKind::List, b"quicklist") => Some(Shape::List),
+            (KeyKind::Set, b"hashtable") => Some(Shape::Set),
+            (KeyKind::SortedSet, b"skiplist") => Some(Shape::SortedSet),
+            (KeyKind::Hash, b"hashtable") => (!self.may_have_expiring_fields(database)?).then_some(Shape::Hash),
+            _ => None,
+        }
+    }
+
+    /// Whether a hash of that database may have fields that expire, whose times a scan does not show.
+    fn may_have_expiring_fields(&self, database: u32) -> Option<bool> {
+        let info = self.own.server_info(c"keyspace")?;
+        let line = info.get(&CString::new(format!("db{database}")).ok()?)?.to_owned();
+        let hashes = line.split(',').find_map(|pair| {
+            pair.strip_prefix("subexpiry=").or_else(|| pair.strip_prefix("keys_with_volatile_items="))
+        });
+        if let Some(hashes) = hashes {
+            return Some(hashes != "0");
+        }
+        // A server that has no such fields has no number of them either.
+        let words = ["INFO", "hexpire"].map(|word| OwnedStr::new(&self.own, word.as_bytes()));
+        let reply = self.own.call(c"COMMAND", &words.each_ref().map(OwnedStr::borrow))?;
+        Some(reply.element(0)?.len() > 0)
     }
 
     /// Every key is passed: do the numbers agree?
@@ -385,6 +613,72 @@ impl CommandFilter for Filter {
     }
 }
 
+/// The value of a key as the server shows it.
+struct Shown<'k, 'c> {
+    key: Key<'k>,
+    elements: &'c mut Cursor,
+    hash: KeyHash,
+}
+
+impl Value for Shown<'_, '_> {
+    fn expires_at(&self) -> Option<u64> {
+        self.key.expires_at()
+    }
+
+    fn length(&self) -> u64 {
+        self.key.length() as u64
+    }
+
+    fn at(&mut self, number: i64, show: &mut dyn FnMut(&[u8])) -> bool {
+        self.key.list_element(number, show)
+    }
+
+    fn hash(&self, element: &[u8]) -> u64 {
+        self.hash.of(element)
+    }
+
+    fn step(&mut self, cursor: u64, show: &mut Show<'_>) -> Option<u64> {
+        let Shown { key, elements, hash } = self;
+        elements.seek(cursor);
+        let more = key.scan_elements(elements, |element, of| show(hash.of(element), element, of));
+        more.then(|| elements.position())
+    }
+}
+
+/// Whether that moment has come. The clock is looked at after some steps or bytes.
+fn enough(until: Instant) -> impl FnMut(usize) -> bool {
+    let (mut steps, mut looked_at) = (0_u32, 0);
+    move |bytes| {
+        steps += 1;
+        let looks = steps.is_multiple_of(STEPS_OF_A_LOOK) || bytes.abs_diff(looked_at) > BYTES_OF_A_LOOK;
+        if looks {
+            looked_at = bytes;
+        }
+        looks && Instant::now() >= until
+    }
+}
+
+/// Steps between two looks at the clock, and bytes: some microseconds.
+const STEPS_OF_A_LOOK: u32 = 16;
+const BYTES_OF_A_LOOK: usize = 16 << 10;
+
+/// Hears which lists have changed.
+struct Lists;
+
+impl ListEvents for Lists {
+    fn changed(event: &[u8], key: StrRef<'_>) {
+        let Some(end) = End::of_event(event) else { return };
+        SWEEP.with(|sweep| {
+            // Borrowed: what the sweep makes the server do changes no list.
+            let Ok(mut sweep) = sweep.try_borrow_mut() else { return interrupt("a list was changed by a sweep") };
+            let sweep = sweep.as_mut().filter(|sweep| sweep.is_sweeping() && !sweep.taking.is_empty());
+            if let Some(sweep) = sweep {
+                sweep.attempt(|sweep| sweep.hear(end, key.as_bytes()));
+            }
+        });
+    }
+}
+
 /// The timer of the turns.
 struct Turn;
 
@@ -404,8 +698,9 @@ impl Timer for Turn {
     }
 }
 
-/// One turn. Returns how the sweep has ended, if it has: the number of its keys, or why it failed.
-fn sweep_on(context: &Context<'_>, sweep: &mut Sweep) -> Option<Result<u64, String>> {
+/// One turn. Returns how the sweep has ended, if it has: the number of its keys and of the
+/// large ones among them, or why it failed.
+fn sweep_on(context: &Context<'_>, sweep: &mut Sweep) -> Option<Result<(u64, u64), String>> {
     let share = u32::try_from(SHARE.get().min(99)).unwrap_or(1);
     let turn = sweep.rested.elapsed() * share / (100 - share);
     let until = Instant::now() + turn.clamp(TURN_MIN, TURN_MAX);
@@ -416,7 +711,7 @@ fn sweep_on(context: &Context<'_>, sweep: &mut Sweep) -> Option<Result<u64, Stri
         if sweep.trouble.is_none() {
             sweep.attempt(|sweep| sweep.turn(until));
         }
-        if sweep.trouble.is_none() && sweep.course.current().is_none() {
+        if sweep.trouble.is_none() && sweep.is_through() {
             sweep.remove_filter(context);
             sweep.attempt(|sweep| sweep.conclude(context));
         }
@@ -428,16 +723,16 @@ fn sweep_on(context: &Context<'_>, sweep: &mut Sweep) -> Option<Result<u64, Stri
     };
     match sent {
         Err(error) => Some(Err(error.to_string())),
-        Ok(true) if sweep.course.current().is_none() => Some(Ok(sweep.keys)),
+        Ok(true) if sweep.is_through() => Some(Ok((sweep.keys, sweep.large))),
         Ok(_) => None,
     }
 }
 
-fn conclude(context: &Context<'_>, ended: Result<u64, String>) {
+fn conclude(context: &Context<'_>, ended: Result<(u64, u64), String>) {
     OUTCOMES.with_borrow_mut(|outcomes| match ended {
-        Ok(keys) => {
+        Ok((keys, large)) => {
             outcomes.done += 1;
-            outcomes.keys = keys;
+            (outcomes.keys, outcomes.large) = (keys, large);
         }
         Err(why) => {
             context.log(LogLevel::Warning, &format!("remora: a sweep has ended before its end: {why}"));

@@ -13,7 +13,7 @@ use std::time::Duration;
 use remora_fabric::{Handover, shm::Place};
 use remora_lab::server::wait_until;
 use remora_lab::workload::Options;
-use remora_lab::{Kind, Server, Workload, fill_every_type, require};
+use remora_lab::{Client, Kind, Random, Server, Workload, fill_every_type, require};
 use remora_protocol::sweep::Frames;
 use remora_redis::resp::Frame;
 
@@ -85,6 +85,17 @@ fn contents(server: &Server) -> BTreeMap<(u32, Vec<u8>), (String, i64)> {
     all
 }
 
+/// Makes a server of the replica that has what the primary has now.
+fn freeze(server: &Server, twin: &Server) {
+    server.client().unwrap().ok(&["SET", "last", "command"]).unwrap();
+    wait_until("the twin to have everything", LONG, || {
+        let found = twin.client()?.int(&["EXISTS", "last"])?;
+        Ok(if found == 1 { Ok(()) } else { Err(format!("{found}")) })
+    })
+    .unwrap();
+    twin.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+}
+
 fn equals_its_twin(kind: Kind, seed: u64) {
     let (server, twin) = with_backlog(kind);
     let mut client = server.client().unwrap();
@@ -95,13 +106,8 @@ fn equals_its_twin(kind: Kind, seed: u64) {
     for number in 0..if has_vectors { 300 } else { 0 } {
         client.int(&["VADD", &format!("vectors:{number}"), "VALUES", "3", "1", "2", "3", "element"]).unwrap();
     }
-    wait_until("the twin to have everything", LONG, || {
-        let offsets = (server.fact("master_repl_offset")?, twin.fact("slave_repl_offset")?);
-        Ok(if offsets.0 == offsets.1 { Ok(()) } else { Err(format!("{offsets:?}")) })
-    })
-    .unwrap();
+    freeze(&server, &twin);
     // `DEBUG POPULATE` is not replicated.
-    twin.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
     twin.client().unwrap().ok(&["DEBUG", "POPULATE", "50000", "key", "20"]).unwrap();
     twin.client().unwrap().int(&["DEL", "key:0"]).unwrap();
 
@@ -143,13 +149,18 @@ fn equals_its_twin(kind: Kind, seed: u64) {
     for writer in writers {
         assert!(writer.stop().unwrap().commands > 0);
     }
-    let why = server.fact("remora_sweep_error").unwrap();
-    let bytes = bytes.unwrap_or_else(|| panic!("{kind}: {why}"));
+    assert!(is_what_the_twin_has(&server, &twin, bytes) > 50_000);
+}
 
+/// Compares a snapshot with the twin key by key, and returns the number of its keys.
+fn is_what_the_twin_has(server: &Server, twin: &Server, snapshot: Option<Vec<u8>>) -> usize {
+    let kind = server.kind();
+    let why = server.fact("remora_sweep_error").unwrap();
+    let bytes = snapshot.unwrap_or_else(|| panic!("{kind}: {why}"));
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("swept.rdb"), bytes).unwrap();
     let loaded = Server::builder(kind).config("dir", folder.path().display()).config("dbfilename", "swept.rdb").start();
-    let (wanted, found) = (contents(&twin), contents(&loaded.unwrap()));
+    let (wanted, found) = (contents(twin), contents(&loaded.unwrap()));
     for (key, value) in &found {
         assert_eq!(wanted.get(key), Some(value), "{kind}: {} of {}", String::from_utf8_lossy(&key.1), key.0);
     }
@@ -157,7 +168,207 @@ fn equals_its_twin(kind: Kind, seed: u64) {
     let stays = |(_, (_, expiry)): &(&_, &(String, i64))| *expiry < 0;
     let missing: Vec<_> = wanted.iter().filter(stays).filter(|(key, _)| !found.contains_key(*key)).take(3).collect();
     assert!(missing.is_empty(), "{kind}: {missing:?}");
-    assert!(found.len() > 50_000);
+    found.len()
+}
+
+/// A large value whose rest is too much for one moment as a client is about to change all of it ends a sweep.
+#[test]
+fn a_client_that_changes_all_of_a_large_value_ends_a_sweep_and_waits_for_nothing() {
+    for kind in require::kinds() {
+        let (server, _replica) = with_backlog(kind);
+        let mut random = Random::new(71);
+        fill_large(&mut Pipeline::to(&server), "list:large", 60_000, &mut random);
+        server.configure("remora.sweep-share", "1").unwrap();
+        let socket = begin(&server).unwrap();
+        assert_eq!(server.client().unwrap().int(&["LREM", "list:large", "0", "nothing"]).unwrap(), 0);
+        assert!(snapshot(socket).is_none(), "{kind}");
+        let why = server.fact("remora_sweep_error").unwrap();
+        assert!(why.contains("\"list:large\"") && why.contains("a client changes all of it"), "{kind}: {why}");
+        assert!(snapshot(begin(&server).unwrap()).is_some(), "{kind}");
+        assert_eq!(server.fact("remora_sweep_keys_in_pieces").unwrap(), "1");
+    }
+}
+
+/// Large values of each shape, and how a client names an element of them.
+const SHAPES: [&str; 4] = ["list", "hash", "set", "zset"];
+const LARGE: u64 = 32;
+
+/// Elements of the smallest and of the largest: more than a value of one moment has, and no more than a command may
+/// wait for.
+const ELEMENTS: (u64, u64) = (4_500, 9_500);
+
+fn large_key(number: u64) -> String {
+    format!("{}:{number}", SHAPES[(number % 4) as usize])
+}
+
+/// Commands whose answers are read, some at a time.
+struct Pipeline {
+    client: Client,
+    waiting: usize,
+}
+
+impl Pipeline {
+    fn to(server: &Server) -> Pipeline {
+        Pipeline { client: server.client().unwrap(), waiting: 0 }
+    }
+
+    fn queue(&mut self, words: &[&str]) {
+        self.client.queue(words);
+        self.waiting += 1;
+    }
+
+    /// Waits for the answers if there are so many.
+    fn read(&mut self, from: usize) {
+        if self.waiting >= from {
+            self.client.flush().unwrap();
+            (0..std::mem::take(&mut self.waiting)).for_each(|_| drop(self.client.receive().unwrap()));
+        }
+    }
+}
+
+fn fill_large(client: &mut Pipeline, key: &str, elements: u64, random: &mut Random) {
+    for element in 0..elements {
+        let (name, value) = (format!("element:{element}"), "v".repeat(random.below(60) as usize));
+        match key.split(':').next().unwrap() {
+            "list" => client.queue(&["RPUSH", key, &format!("{element} {value}")]),
+            "hash" => client.queue(&["HSET", key, &name, &value]),
+            "set" => client.queue(&["SADD", key, &name]),
+            _ => client.queue(&["ZADD", key, &format!("{}", random.below(1 << 40) as f64 / 1024.0), &name]),
+        }
+        client.read(500);
+    }
+    client.read(0);
+}
+
+/// A command on a large value. One in `harsh` changes all of it.
+fn disturb(client: &mut Pipeline, random: &mut Random, harsh: u64) {
+    let key = large_key(random.below(LARGE));
+    let shape = key.split(':').next().unwrap();
+    let [name, other] = [(); 2].map(|()| format!("element:{}", random.below(12_000)));
+    let (value, place) = (random.below(1000).to_string(), large_key(LARGE + random.below(8)));
+    if random.one_in(harsh) {
+        return match random.below(9) {
+            0 => client.queue(&["DEL", &key]),
+            1 => client.queue(&["RENAME", &key, &place]),
+            2 => client.queue(&["COPY", &key, &place, "DB", "1", "REPLACE"]),
+            3 if shape != "hash" => client.queue(&["SORT", &key, "ALPHA", "LIMIT", "0", "9", "STORE", &place]),
+            4 => client.queue(&["PEXPIRE", &key, "40"]),
+            5 => client.queue(&["SET", &key, &value]),
+            6 if shape == "set" => client.queue(&["SUNIONSTORE", &key, &key, &place]),
+            6 => client.queue(&["RPOPLPUSH", &key, &key]),
+            7 => client.queue(&["SPOP", &key]),
+            _ => client.queue(&[
+                "EVAL",
+                "redis.call('UNLINK', KEYS[1]) return redis.call('HSET', KEYS[1], 'a', 'b')",
+                "1",
+                &key,
+            ]),
+        };
+    }
+    let words: Vec<&str> = match (shape, random.below(6)) {
+        ("list", 0) => vec!["LPUSH", &key, &value, &name],
+        ("list", 1) => vec!["RPUSH", &key, &value],
+        ("list", 2) => vec!["LPOP", &key],
+        ("list", 3) => vec!["RPOP", &key, "2"],
+        ("list", 4) => vec!["BLPOP", &key, "0.01"],
+        ("list", _) => vec!["RPUSHX", &key, &name, &other],
+        ("hash", 0) => vec!["HINCRBY", &key, &value, "7"],
+        ("hash", 1 | 2) => vec!["HDEL", &key, &name, &other],
+        ("hash", _) => vec!["HSET", &key, &name, &value, &other, "new"],
+        ("set", 0 | 1) => vec!["SREM", &key, &name, &other],
+        ("set", _) => vec!["SADD", &key, &name, &value],
+        (_, 0 | 1) => vec!["ZREM", &key, &name, &other],
+        (_, 2) => vec!["ZINCRBY", &key, "0.1", &name],
+        (_, _) => vec!["ZADD", &key, &value, &name, "inf", &other],
+    };
+    match random.below(8) {
+        0 => {
+            client.queue(&["MULTI"]);
+            client.queue(&words);
+            client.queue(&["GET", "nothing"]);
+            client.queue(&words);
+            client.queue(&[if random.one_in(3) { "DISCARD" } else { "EXEC" }]);
+        }
+        1 if words[0] != "BLPOP" => {
+            let call = ["EVAL", "return redis.call(unpack(ARGV))", "1", &key];
+            client.queue(&[&call[..], &words].concat());
+        }
+        _ => client.queue(&words),
+    }
+}
+
+/// Large values are taken in pieces while clients write to them.
+fn large_values_equal_their_twins(kind: Kind, seed: u64, harsh: u64) {
+    let (server, twin) = with_backlog(kind);
+    let (mut client, mut random) = (server.client().unwrap(), Random::new(seed));
+    let mut filling = Pipeline::to(&server);
+    for number in 0..LARGE {
+        let elements = random.between(ELEMENTS.0, ELEMENTS.1);
+        fill_large(&mut filling, &large_key(number), elements, &mut random);
+        if random.one_in(4) {
+            client.int(&["PEXPIREAT", &large_key(number), "4102444800000"]).unwrap();
+        }
+    }
+    // One that only a share of a moment's elements can be taken of.
+    fill_large(&mut filling, "list:whole", 40_000, &mut random);
+    server.configure("remora.sweep-share", "1").unwrap();
+    let soon: Vec<String> = (0..6).map(|_| large_key(random.below(LARGE))).collect();
+    for (number, key) in soon.iter().enumerate() {
+        client.int(&["PEXPIRE", key, &(800 + 150 * number).to_string()]).unwrap();
+    }
+    freeze(&server, &twin);
+    let socket = begin(&server).unwrap();
+    let over = AtomicBool::new(false);
+    let bytes = thread::scope(|scope| {
+        for number in 0..3 {
+            let (server, over) = (&server, &over);
+            scope.spawn(move || {
+                let (mut client, mut random) = (Pipeline::to(server), Random::new(seed * 10 + number));
+                let mut round = 0_u64;
+                while !over.load(Ordering::Relaxed) {
+                    disturb(&mut client, &mut random, harsh);
+                    let value = format!("pushed {round}");
+                    match round % 4 {
+                        0 => client.queue(&["LPUSH", "list:whole", &value]),
+                        1 => client.queue(&["RPUSH", "list:whole", &value]),
+                        2 => client.queue(&["RPOP", "list:whole"]),
+                        _ => client.queue(&["LPOP", "list:whole"]),
+                    }
+                    round += 1;
+                    client.read(6);
+                }
+                client.read(0);
+                assert!(round > 0);
+            });
+        }
+        let bytes = snapshot(socket);
+        over.store(true, Ordering::Relaxed);
+        bytes
+    });
+    wait_until("keys to expire", LONG, || {
+        let mut client = twin.client()?;
+        let left = soon.iter().map(|key| client.int(&["EXISTS", key])).sum::<remora_lab::Result<i64>>()?;
+        Ok(if left == 0 { Ok(()) } else { Err(format!("{left}")) })
+    })
+    .unwrap();
+    is_what_the_twin_has(&server, &twin, bytes);
+    let large = server.fact("remora_sweep_keys_in_pieces").unwrap();
+    assert!(large.parse::<u64>().unwrap() > LARGE / 2, "{kind}: {large}");
+}
+
+#[test]
+fn large_values_are_swept_in_pieces_while_they_are_written_to() {
+    require::kinds().into_iter().for_each(|kind| large_values_equal_their_twins(kind, 51, 200));
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn large_values_are_swept_in_pieces_while_they_are_changed_in_every_way() {
+    for seed in 61..65 {
+        require::kinds()
+            .into_iter()
+            .for_each(|kind| large_values_equal_their_twins(kind, seed, [5, 30, 2_000][seed as usize % 3]));
+    }
 }
 
 #[test]
