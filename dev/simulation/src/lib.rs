@@ -14,6 +14,8 @@
 //!
 //! `dev/testing.md` says how to run it, what is modelled, and what is not.
 #![forbid(unsafe_code)]
+// The docs name private items: read them in the source, or with `--document-private-items`.
+#![allow(rustdoc::private_intra_doc_links)]
 
 #[cfg(test)]
 mod against_real;
