@@ -86,7 +86,7 @@ pub async fn run(options: Options, tokens: TokenFiles, scrapes: &mut Scrapes) ->
     }
 }
 
-/// What the simulation of whole syncs plays: the delivery and the server's task, with ends of its own.
+/// What the simulation of whole syncs plays: the server's task, and what the machine is told of a delivery.
 pub mod parts {
     pub use crate::driver::simulated as driver;
 }
