@@ -606,15 +606,8 @@ mod tests {
 
     #[test]
     fn a_socket_of_this_host_is_taken_from_a_lender_on_this_host_only() {
-        let rdma = RdmaRead {
-            end: RdmaEnd::default(),
-            queue_pairs: 1,
-            queue_depth: 64,
-            reads: 16,
-            piece: Size::bytes(256 << 10),
-            completion: CompletionMode::PollThenArm,
-        };
-        let choices = TransportChoices { choice: TransportChoice::Shm, lanes: 1, rdma, security: Security::default() };
+        let (choice, rdma) = (TransportChoice::Shm, RdmaRead::default());
+        let choices = TransportChoices { choice, lanes: 1, rdma, security: Security::default() };
         let memory = || Arc::new(Memory::create("lent", 4096, Pages::Small).unwrap());
         let exporter = ShmExporter::bind(ShmOptions::default()).unwrap();
         let id = RegionId { generation: 1, region: 16 };

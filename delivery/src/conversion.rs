@@ -67,7 +67,7 @@ pub enum LeftOut {
 
 impl LeftOut {
     /// The word on the command line, which refusals name.
-    pub fn word(self) -> &'static str {
+    pub const fn word(self) -> &'static str {
         match self {
             Self::FieldExpiry => "field-expiry",
             Self::ModuleKeys => "module-keys",

@@ -120,17 +120,8 @@ impl Options {
 
     /// The sync of a server whose own connection to its primary is intercepted.
     pub(crate) fn of_an_intercepted_sync(&self) -> SyncOptions {
-        SyncOptions {
-            read: self.read.clone(),
-            source_key: self.source_key,
-            name: self.name.clone(),
-            memory: self.memory,
-            relay: self.relay.clone(),
-            linger: self.linger,
-            json: self.json.clone(),
-            explain: self.explain,
-            told: Told::default(),
-        }
+        let (source, slots) = ((&self.read, self.source_key, &self.name), (self.memory, &self.relay, self.linger));
+        SyncOptions { json: self.json.clone(), explain: self.explain, ..SyncOptions::intercepted(source, slots) }
     }
 }
 
@@ -227,17 +218,8 @@ impl AttendOptions {
 
     /// One sync, from the first source, without a summary.
     pub(crate) fn of_a_sync(&self) -> SyncOptions {
-        SyncOptions {
-            read: self.read.clone(),
-            source_key: self.source_key,
-            name: self.name.clone(),
-            memory: self.memory,
-            relay: self.relay.clone(),
-            linger: self.linger,
-            json: None,
-            explain: false,
-            told: Told::default(),
-        }
+        let (source, slots) = ((&self.read, self.source_key, &self.name), (self.memory, &self.relay, self.linger));
+        SyncOptions::intercepted(source, slots)
     }
 }
 
@@ -253,6 +235,27 @@ pub(crate) struct SyncOptions {
     pub(crate) json: Option<PathBuf>,
     pub(crate) explain: bool,
     pub(crate) told: Told,
+}
+
+impl SyncOptions {
+    /// The sync of a server whose own connection to its primary is intercepted, without a summary: how its source is
+    /// read, with its key and under which name, and what slots get.
+    fn intercepted(
+        (read, source_key, name): (&ReadOptions, Option<SourceKey>, &Option<String>),
+        (memory, relay, linger): (Size, &RelayOptions, Duration),
+    ) -> SyncOptions {
+        SyncOptions {
+            read: read.clone(),
+            source_key,
+            name: name.clone(),
+            memory,
+            relay: relay.clone(),
+            linger,
+            json: None,
+            explain: false,
+            told: Told::default(),
+        }
+    }
 }
 
 /// What is said of a server that is told to follow the agent's link. The default is for one whose own connection to its

@@ -198,9 +198,9 @@ impl ReplicaArgs {
 
 /// What a conversion leaves out.
 pub(crate) const LEFT_OUT: Words<LeftOut, 3> = [
-    ("field-expiry", "The times at which fields of hashes expire", LeftOut::FieldExpiry),
-    ("module-keys", "Keys of modules' types", LeftOut::ModuleKeys),
-    ("functions", "Libraries of functions", LeftOut::Functions),
+    (LeftOut::FieldExpiry.word(), "The times at which fields of hashes expire", LeftOut::FieldExpiry),
+    (LeftOut::ModuleKeys.word(), "Keys of modules' types", LeftOut::ModuleKeys),
+    (LeftOut::Functions.word(), "Libraries of functions", LeftOut::Functions),
 ];
 
 /// Whether the server's module is used.

@@ -238,7 +238,7 @@ impl Pod {
         Ok(client)
     }
 
-    /// Whether a page of the pod's agent says yes, and what it says.
+    /// Whether the pod's agent answers this path with 200, and the text of its answer.
     pub(crate) fn page(&self, path: &str) -> (bool, String) {
         let answer = self.host.within(|| http::get("127.0.0.1:9121".parse().unwrap(), path, "")).unwrap();
         answer.map_or_else(|error| (false, error.to_string()), |page| (page.status == 200, page.text))

@@ -351,8 +351,7 @@ impl Sweep {
 
     /// Writes the record of a large value that is whole.
     fn finish(&mut self, taken: Taking) {
-        self.select(taken.database);
-        self.feed.records().extend_from_slice(&taken.head);
+        Self::records(&mut self.feed, &mut self.database, taken.database).extend_from_slice(&taken.head);
         self.feed.large(taken.value.into_record());
         self.course.recorded(taken.index);
         self.keys += 1;
@@ -425,12 +424,14 @@ impl Sweep {
         Ok(())
     }
 
-    /// Has the records that follow belong to a database.
-    fn select(&mut self, database: u32) {
-        if self.database != Some(database) {
-            record::put_selected(self.feed.records(), database);
-            self.database = Some(database);
+    /// The feed, with the records that follow in this database. `selected`: that of those before.
+    fn records<'f>(feed: &'f mut Feed, selected: &mut Option<u32>, database: u32) -> &'f mut Vec<u8> {
+        let records = feed.records();
+        if *selected != Some(database) {
+            record::put_selected(records, database);
+            *selected = Some(database);
         }
+        records
     }
 
     /// Writes the record of a key.
@@ -463,11 +464,7 @@ impl Sweep {
         };
         let age = self.saved_age(found);
         let Sweep { feed, database: selected, .. } = self;
-        let records = feed.records();
-        if *selected != Some(database) {
-            record::put_selected(records, database);
-            *selected = Some(database);
-        }
+        let records = Self::records(feed, selected, database);
         record::put_key(records, found.expires_at, age, *kind, name.as_bytes());
         records.extend_from_slice(value);
         // The command has used the key, and nobody else has.
