@@ -29,8 +29,8 @@
 //! - [`client`]: a volume as its one writer has it open.
 //! - [`read_only`]: a volume as a host reads it that does not write.
 //! - [`nbd`]: such a volume as a block device, for clients of the NBD protocol.
-//! - [`names`]: the names of files in a volume, in the order of what is written. Pure.
-//! - [`files`]: the files in a volume, for a mount.
+//!
+//! The crate `remora-files` puts a file system into the blocks.
 //!
 //! What holds after every event, whichever process dies and whatever is lost on the way, as long as fewer servers than
 //! must hold a write forget what they held:
@@ -46,16 +46,12 @@
 pub mod client;
 pub mod copy;
 mod disk;
-pub mod files;
 pub mod layout;
 mod link;
 pub mod message;
-pub mod mount;
 #[cfg(test)]
 mod mutant;
-pub mod names;
 pub mod nbd;
-
 mod overlap;
 pub mod read_only;
 pub mod reader;

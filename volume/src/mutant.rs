@@ -75,24 +75,10 @@ pub(crate) enum Mutant {
     NumberUsedAgain,
     /// A block of zeros in the extents is judged by its bytes, which are of a write before.
     ZerosAreJudged,
-    /// What a page cache has accepted and the volume has refused is said once, and later writes of the file go on.
-    RefusedOnce,
-    /// What is written is answered before it has its space.
-    AnsweredWithoutSpace,
-    /// An extended attribute of an inode that an image has passed is not written into it.
-    XattrsNotPassedOn,
-    /// An image takes the place of the log before the ends of inodes that were put off are in it.
-    PutOffPastTheImage,
-    /// A file that was removed is read as if it were there as late as the names say.
-    RemovedIsThere,
     /// A store does not keep which size its copy had before a growth that is not agreed.
     FormerSizeForgotten,
     /// A copy goes back from a size that a writer has used.
     GrowthNotAgreed,
-    /// The head names larger areas before their image is written.
-    HeadBeforeItsAreas,
-    /// Files get the clusters in which the areas are.
-    AreasAreFree,
     /// A change of a part of a block goes on while another one of the block is under way.
     BlocksNotClaimed,
     /// The command tells the servers that the size is agreed before it is in the volume's file.

@@ -30,11 +30,10 @@ use remora_fabric::{Peer, TransportKind};
 use remora_messenger::{Address, Connection};
 
 use crate::client::Reads;
-use crate::files::{Blocks, BlocksError, Seen, history};
 use crate::layout::Layout;
 use crate::link::{Caller, Laid, Lane, Rdma, Security};
 use crate::message::{Standing, State};
-use crate::reader::{Found, InPlace, OneSided, ReaderError};
+use crate::reader::{Blocks, BlocksError, Found, InPlace, OneSided, ReaderError, Seen};
 use crate::shape::{BLOCK_BYTES, Copies, Shape};
 use crate::version::Version;
 use crate::wire::{Call, Mode, Reply};
@@ -239,7 +238,7 @@ impl ReadOnly {
                 return Ok(None);
             }
             let seen = Seen { newest: found.newest(), applied: found.line.applied };
-            if all.is_some_and(|all| history(all.applied) != history(seen.applied)) {
+            if all.is_some_and(|all| all.history() != seen.history()) {
                 return Err(BlocksError::Again("another writer has opened the volume".into()));
             }
             let newest = all.map_or(seen.newest, |all| all.newest.max(seen.newest));

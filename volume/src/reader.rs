@@ -20,10 +20,10 @@ use remora_fabric::memory::{self, Memory, Pages, View};
 use remora_fabric::{Completion, Error as FabricError, Peer, ReadError, ReadRequest, TransportKind};
 
 use crate::layout::{ENTRY_BYTES, Entry, LINE_AT, LINE_BYTES, LINE_WORDS, Layout, Line};
-use crate::message::Standing;
+use crate::message::{Standing, State};
 use crate::overlap::newest;
 use crate::shape::BLOCK_BYTES;
-use crate::version::Version;
+use crate::version::{Generation, Version};
 
 /// How often blocks are read before the reader gives up. A block is torn for as long as one write of it takes, so even
 /// the second attempt is rare.
@@ -387,3 +387,63 @@ pub(crate) fn fetch(
 
 /// How often a reader that waits looks whether it should go on.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
+
+// Blocks of some copy, whichever is read, for those who must know of which writes they are.
+
+/// Why blocks were not read.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum BlocksError {
+    /// They were being written, or the copy is not a prefix at present. They can be read again.
+    #[error("{0}")]
+    Again(String),
+    /// The copy cannot be read any more.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// Of which writes blocks were that were read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seen {
+    /// The last write of any of them.
+    pub newest: Version,
+    /// What the copy had applied after they were read. Its generation is the history to which they belong: another one
+    /// says that writes which were read before may be undone.
+    pub applied: Version,
+}
+
+impl Seen {
+    /// The history to which a whole copy belongs that has applied this. A writer's first word is at every copy before
+    /// anything of it is, and after all that it undoes.
+    pub fn history(self) -> Generation {
+        self.applied.generation()
+    }
+}
+
+/// The blocks of one copy, read one-sided, by any number of threads. Each block is one that was written. What is read
+/// later is not older.
+pub trait Blocks: Send + Sync {
+    /// Reads whole blocks.
+    ///
+    /// # Errors
+    /// [`BlocksError`].
+    fn read(&self, first: u64, into: &mut [u8]) -> Result<Seen, BlocksError>;
+}
+
+/// A copy of this host.
+impl Blocks for InPlace {
+    fn read(&self, first: u64, into: &mut [u8]) -> Result<Seen, BlocksError> {
+        seen_of(self.blocks(first, into))
+    }
+}
+
+fn seen_of(found: Result<Found, ReaderError>) -> Result<Seen, BlocksError> {
+    let found = found.map_err(|error| match error {
+        ReaderError::Torn { .. } | ReaderError::TornLine => BlocksError::Again(error.to_string()),
+        error => BlocksError::Failed(error.to_string()),
+    })?;
+    // A copy that is behind takes blocks in any order.
+    if found.line.state != State::Whole {
+        return Err(BlocksError::Again("the copy is behind: its server takes what it lacks".into()));
+    }
+    Ok(Seen { newest: found.newest(), applied: found.line.applied })
+}

@@ -4,15 +4,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use remora_files::Purpose;
+use remora_files::mount::{
+    AtEnd, Contents, FollowedFiles, MountError, Mounted, MountedFiles, MountedImage, mount_options,
+};
 use remora_fuse::{EndError, SessionOptions};
 use remora_nbd::protocol::MAX_STRING_BYTES;
 use remora_nbd::server::Bound;
 use remora_nbd::{Address, ServerOptions, TlsConfig};
 use remora_volume::client::{ReadCounts, Request, Volume, WriteCounts};
-use remora_volume::files::Purpose;
-use remora_volume::mount::{
-    AtEnd, Contents, FollowedFiles, MountError, Mounted, MountedFiles, MountedImage, mount_options,
-};
 use remora_volume::nbd::VolumeServer;
 use remora_volume::wire::Run;
 use remora_volume::writer::End;

@@ -1,8 +1,8 @@
 //! The life of a volume: `remora volume create`, `format`, `grow` and `remove`.
 
+use remora_files::names::New;
+use remora_files::{Files, Purpose};
 use remora_volume::client::{ClientOptions, Volume, new_id};
-use remora_volume::files::{Files, Purpose};
-use remora_volume::names::New;
 use remora_volume::shape::BLOCK_BYTES;
 
 use super::file::{self, VolumeFile, shape};

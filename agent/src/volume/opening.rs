@@ -1,8 +1,8 @@
 //! Opening: a volume is opened for writing, as `nbd`, `mount` and `format` do, or for reading alone.
 
+use remora_files::{FilesError, Purpose};
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Error, Reads, Volume};
-use remora_volume::files::{FilesError, Purpose};
 use remora_volume::message::ServerId;
 use remora_volume::read_only::{ReadOnly, ReadOnlyOptions};
 use remora_volume::shape::Shape;

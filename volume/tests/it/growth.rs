@@ -12,9 +12,8 @@ use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 use remora_volume::wire::{Call, Findings, Reply};
 
 use crate::calls::Hand;
-use crate::cluster::{Cluster, options, server_options, until};
-use crate::pattern::{Checker, content};
-use crate::processes::{Remotes, write_for};
+use crate::cluster::{Cluster, Remotes, options, server_options, until};
+use crate::pattern::{Checker, content, write_for};
 use crate::stores::Small;
 
 fn of(shape: Shape, blocks: u64) -> Shape {

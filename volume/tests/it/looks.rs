@@ -8,9 +8,8 @@ use remora_volume::server::ServerOptions;
 use remora_volume::writer::End;
 use rustix::process::Signal;
 
-use crate::cluster::{Cluster, options, server_options, until};
+use crate::cluster::{Cluster, Remotes, options, server_options, until};
 use crate::pattern::{Checker, content, number_of};
-use crate::processes::Remotes;
 
 /// Longer than any test should take.
 const LONG: Duration = Duration::from_secs(60);

@@ -4,7 +4,6 @@
 mod calls;
 mod cluster;
 mod faults;
-mod files;
 mod growth;
 mod looks;
 mod nbd;

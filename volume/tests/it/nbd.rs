@@ -16,8 +16,7 @@ use remora_volume::nbd::VolumeServer;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::cluster::{options, until};
-use crate::processes::Remotes;
+use crate::cluster::{Remotes, options, until};
 
 pub const BLOCKS: u64 = 8192; // 32 MiB
 

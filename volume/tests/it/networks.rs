@@ -7,10 +7,9 @@ use remora_lab::{Host, Net, Shape, require};
 use remora_volume::client::{ClientOptions, Error, Reads, Volume, Writes};
 use remora_volume::writer::End;
 
-use crate::cluster::{options, until};
+use crate::cluster::{Remotes, options, until};
 use crate::nbd::{self, Served};
-use crate::pattern::Checker;
-use crate::processes::{Remotes, all_are_whole, write_for};
+use crate::pattern::{Checker, all_are_whole, write_for};
 
 /// Three hosts with a server each, and two for writers.
 struct Scene {

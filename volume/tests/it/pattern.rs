@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use remora_lab::Random;
 use remora_volume::client::{Error, Request, Volume};
@@ -133,5 +134,32 @@ impl Checker {
             }
         }
         written
+    }
+}
+
+/// How long a write took.
+fn took(volume: &Volume, checker: &mut Checker) -> Duration {
+    let began = Instant::now();
+    assert!(checker.write(volume));
+    volume.flush().unwrap();
+    began.elapsed()
+}
+
+/// Writes for a while. Returns the longest time that an acknowledged write took.
+pub fn write_for(volume: &Volume, checker: &mut Checker, time: Duration) -> Duration {
+    let until = Instant::now() + time;
+    let mut longest = Duration::ZERO;
+    while Instant::now() < until {
+        longest = longest.max(took(volume, checker));
+    }
+    longest
+}
+
+/// Waits until every copy is whole, while writes go on.
+pub fn all_are_whole(volume: &Volume, checker: &mut Checker) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while volume.members().len() < 3 {
+        assert!(Instant::now() < deadline, "a copy was not taken back within 30 s: {:?}", volume.members());
+        took(volume, checker);
     }
 }

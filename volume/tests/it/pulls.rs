@@ -10,9 +10,8 @@ use remora_volume::shape::BLOCK_BYTES;
 use remora_volume::wire::{Call, Cause, Mode, Reply, Run};
 
 use crate::calls::{Hand, SUM_OF_ZEROS, holder};
-use crate::cluster::{Cluster, far_options, options, server_options, until};
-use crate::pattern::{Checker, content};
-use crate::processes::{Remotes, all_are_whole, write_for};
+use crate::cluster::{Cluster, Remotes, far_options, options, server_options, until};
+use crate::pattern::{Checker, all_are_whole, content, write_for};
 
 fn ways(writes: Writes) -> ClientOptions {
     ClientOptions { writes, ..options() }

@@ -92,7 +92,7 @@ fn a_volume_is_removed_from_a_writer_at_work_if_that_is_wanted() {
 #[test]
 fn a_volume_that_one_server_does_not_make_is_removed_at_the_others() {
     let small = ServerOptions { memory: 1 << 20, ..server_options() };
-    let anywhere = format!("tcp:{}:0", crate::processes::own_loopback()).parse().unwrap();
+    let anywhere = format!("tcp:{}:0", crate::cluster::own_loopback()).parse().unwrap();
     let servers: Vec<_> = [&server_options(), &server_options(), &small]
         .into_iter()
         .map(|options| Server::start(&anywhere, options).unwrap())

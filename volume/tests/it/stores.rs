@@ -12,9 +12,8 @@ use remora_volume::message::{Standing, State};
 use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 
-use crate::cluster::{options, server_options, until};
-use crate::pattern::{Checker, content, number_of};
-use crate::processes::{Remotes, all_are_whole, write_for};
+use crate::cluster::{Remotes, options, server_options, until};
+use crate::pattern::{Checker, all_are_whole, content, number_of, write_for};
 
 fn standings(servers: &Remotes) -> Vec<Standing> {
     let standings = Volume::standings(servers.shape, &servers.addresses(), &options()).unwrap();
@@ -111,7 +110,7 @@ impl Alone {
     fn new(blocks: u64, store: &Path) -> Alone {
         let shape = Shape::new(new_id().unwrap(), blocks, Copies::new(1, 1).unwrap()).unwrap();
         let options = ServerOptions { store: Some(store.into()), ..server_options() };
-        let anywhere = format!("tcp:{}:0", crate::processes::own_loopback()).parse().unwrap();
+        let anywhere = format!("tcp:{}:0", crate::cluster::own_loopback()).parse().unwrap();
         let server = Server::start(&anywhere, &options).unwrap();
         let address = server.address().clone();
         Alone { shape, address, server: Some(server), options }

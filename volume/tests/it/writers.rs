@@ -17,9 +17,8 @@ use remora_volume::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
 use remora_volume::writer::End;
 use rustix::process::Signal;
 
-use crate::cluster::options;
+use crate::cluster::{Remotes, options};
 use crate::pattern::{content, number_of};
-use crate::processes::Remotes;
 
 /// Tells a process of this test's program that it is a writer, of which volume, and which write is its first.
 const WRITE: &str = "REMORA_VOLUME_TEST_WRITE";

@@ -8,9 +8,8 @@ use remora_volume::client::{Error, Request, Volume};
 use remora_volume::shape::BLOCK_BYTES;
 use remora_volume::wire::{MOST_ENTRIES, Run};
 
-use crate::cluster::{Cluster, options, until};
+use crate::cluster::{Cluster, Remotes, options, until};
 use crate::pattern::content;
-use crate::processes::Remotes;
 
 const BLOCKS: u64 = 20_000; // 78 MiB: more than one write of zeros takes
 

@@ -23,15 +23,15 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use remora_bench::source::{CopyPlace, CopyServer, new_volume};
 use remora_bench::{Run, Sample, cpu, source};
+use remora_files::Files;
+use remora_files::mount::MountedFiles;
+use remora_files::names::New;
 use remora_fuse::memory::MemoryFileSystem;
 use remora_fuse::{Session, SessionOptions};
 use remora_lab::ring_allowed::RingAllowed;
 use remora_lab::scratch;
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Volume};
-use remora_volume::files::Files;
-use remora_volume::mount::MountedFiles;
-use remora_volume::names::New;
 
 /// Time to create files in a volume's mount, and to remove them.
 #[derive(Parser, Debug)]

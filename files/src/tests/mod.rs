@@ -1,0 +1,340 @@
+//! Files against a real directory, and after every beginning of what was written.
+#![allow(clippy::unwrap_used)]
+
+mod directory;
+mod following;
+mod full;
+mod growing;
+mod image;
+mod memory;
+mod under_way;
+
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use bytes::Bytes;
+use remora_volume::client::Request;
+use remora_volume::shape::BLOCK_BYTES;
+use rustix::io::Errno;
+
+use self::memory::Memory;
+use crate::names::layout::HeadError;
+use crate::names::{Kind, New, NewKind, ROOT, SetAttributes};
+use crate::{Allocate, Disk, Files, FilesError};
+
+const BLOCKS: u64 = 4096;
+
+type Result<T> = std::result::Result<T, FilesError>;
+
+/// Waits for an answer.
+fn wait<T: Send + 'static>(ask: impl FnOnce(Box<dyn FnOnce(Result<T>) + Send>)) -> Result<T> {
+    let (done, is_done) = mpsc::sync_channel(1);
+    ask(Box::new(move |result| done.send(result).unwrap()));
+    is_done.recv().unwrap()
+}
+
+fn new(kind: NewKind) -> New {
+    New { kind, mode: 0o640, uid: 1, gid: 2, umask: 0 }
+}
+
+fn formatted(blocks: u64) -> Arc<Memory> {
+    let disk = Memory::new(blocks);
+    Files::format(&*disk, &New::default(), false).unwrap();
+    disk
+}
+
+fn open(disk: &Arc<Memory>) -> Files {
+    Files::open(Arc::clone(disk) as Arc<dyn Disk>).unwrap()
+}
+
+/// The files that a disk has after these changes.
+fn reopened(blocks: u64, history: &[Request]) -> Files {
+    open(&Memory::after(blocks, history, false))
+}
+
+impl Files {
+    fn make(&self, parent: u64, name: &str) -> u64 {
+        wait(|done| self.create(parent, name.as_bytes(), new(NewKind::File), false, done)).unwrap().ino
+    }
+
+    fn put(&self, ino: u64, offset: u64, data: &[u8]) {
+        wait(|done| self.write(ino, offset, Bytes::copy_from_slice(data), done)).unwrap();
+    }
+
+    fn get(&self, ino: u64, offset: u64, length: u32) -> Vec<u8> {
+        wait(|done| self.read(ino, offset, length, done)).unwrap().concat()
+    }
+
+    fn all(&self, ino: u64) -> Vec<u8> {
+        self.get(ino, 0, self.getattr(ino).unwrap().size as u32)
+    }
+
+    fn cut(&self, ino: u64, size: u64) {
+        wait(|done| self.setattr(ino, Some(size), SetAttributes::default(), done)).unwrap();
+    }
+}
+
+#[test]
+fn a_volume_that_holds_something_else_is_not_touched() {
+    let disk = Memory::new(BLOCKS);
+    let error = |disk: &Arc<Memory>| Files::open(Arc::clone(disk) as Arc<dyn Disk>).err().unwrap();
+    assert!(matches!(error(&disk), FilesError::Head(HeadError::Empty)));
+    disk.dirty(5);
+    let refused = Files::format(&*disk, &New::default(), false);
+    assert!(matches!(refused, Err(FilesError::Occupied(5))), "{refused:?}");
+    assert!(disk.history().is_empty());
+    disk.dirty(0);
+    assert!(matches!(error(&disk), FilesError::Head(HeadError::Foreign)));
+    Files::format(&*disk, &New::default(), true).unwrap();
+    assert_eq!(open(&disk).getattr(ROOT).unwrap().kind, Kind::Directory);
+    assert!(matches!(Files::format(&*disk, &New::default(), false), Err(FilesError::Occupied(0))));
+    assert!(matches!(Files::format(&*Memory::new(1023), &New::default(), false), Err(FilesError::TooSmall)));
+    let smaller = Memory::after(BLOCKS / 2, &[disk.history()[1].clone()], false);
+    assert!(matches!(error(&smaller), FilesError::Shrunk { said: BLOCKS, .. }));
+}
+
+/// What a server that appends to a file waits for.
+#[test]
+fn an_append_of_less_than_a_block_is_one_write_of_two_blocks() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "appendonly.aof");
+    files.put(ino, 0, b"first");
+    let (before, reads) = (disk.history().len(), disk.reads());
+    for number in 1..200_u64 {
+        files.put(ino, number * 5, b"other");
+    }
+    let history = disk.history();
+    assert_eq!((history.len() - before, disk.reads()), (199, reads), "one write each, and nothing is read");
+    for request in &history[before..] {
+        let Request::Write { runs, data } = request else { panic!("{request:?}") };
+        let blocks: u32 = runs.iter().map(|run| run.count).sum();
+        assert!(runs.len() == 2 && blocks <= 3 && data.len() == blocks as usize * BLOCK_BYTES, "{runs:?}");
+    }
+    assert_eq!(files.get(ino, 0, 12), b"firstotherot");
+    assert_eq!(reopened(BLOCKS, &history).all(ino).len(), 1000);
+}
+
+#[test]
+fn whole_blocks_in_place_are_written_alone_and_without_a_copy() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    files.put(ino, 0, &vec![1; 1 << 20]);
+    let before = disk.history().len();
+    let data = Bytes::from(vec![2; 64 << 10]);
+    wait(|done| files.write(ino, 128 << 10, data.clone(), done)).unwrap();
+    let history = disk.history();
+    assert_eq!(history.len(), before + 1);
+    let Request::Write { data: written, .. } = &history[before] else { panic!("not a write") };
+    assert_eq!(written.as_ptr(), data.as_ptr());
+    // The time is written with the next fsync.
+    let modified = files.getattr(ino).unwrap().attributes.modified;
+    assert_ne!(reopened(BLOCKS, &history).getattr(ino).unwrap().attributes.modified, modified);
+    wait(|done| files.fsync(ino, false, done)).unwrap();
+    let history = disk.history();
+    assert!(matches!(history.last(), Some(Request::Flush)));
+    assert_eq!(reopened(BLOCKS, &history).getattr(ino).unwrap().attributes.modified, modified);
+    // Or when it is closed.
+    files.hold(ino).unwrap();
+    files.hold(ino).unwrap();
+    files.put(ino, 0, &[3; 4096]);
+    files.release(ino, 1);
+    let modified = files.getattr(ino).unwrap().attributes.modified;
+    assert_eq!(reopened(BLOCKS, &disk.history()).getattr(ino).unwrap().attributes.modified, modified);
+}
+
+#[test]
+fn a_file_that_is_open_without_a_name_stays_until_it_is_closed_or_the_writer_dies() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let free = files.statfs().free_blocks;
+    let ino = files.make(ROOT, "f");
+    files.put(ino, 0, &[7; 100_000]);
+    files.hold(ino).unwrap();
+    wait(|done| files.unlink(ROOT, b"f", done)).unwrap();
+    assert_eq!(files.lookup(ROOT, b"f").unwrap_err().errno(), Errno::NOENT);
+    assert_eq!((files.getattr(ino).unwrap().links, files.get(ino, 99_990, 100)), (0, vec![7; 10]));
+    files.put(ino, 100_000, b"more");
+    // The writer dies.
+    let other = reopened(BLOCKS, &disk.history());
+    assert_eq!((other.getattr(ino).unwrap_err().errno(), other.statfs().free_blocks), (Errno::STALE, free));
+    files.release(ino, 1);
+    assert_eq!((files.getattr(ino).unwrap_err().errno(), files.statfs().free_blocks), (Errno::STALE, free));
+    assert_eq!(reopened(BLOCKS, &disk.history()).statfs(), files.statfs());
+}
+
+/// Whatever beginning of the writes is left, also in the middle of images and where the other area comes into use: a
+/// file has every append that was answered, and no size without its data.
+#[test]
+#[ignore = "long: make test-all"]
+fn appends_are_there_at_every_cut_while_images_are_written() {
+    let disk = formatted(1024);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "log");
+    let part = |number: usize| vec![(number % 251 + 1) as u8; 100];
+    let start = disk.history().len();
+    let mut answered = Vec::new();
+    for number in 0..3500 {
+        files.put(ino, number as u64 * 100, &part(number));
+        let name = format!("temp-{}-{}", number % 60, "x".repeat(200)).into_bytes();
+        let _ = match files.lookup(ROOT, &name) {
+            Ok(_) => wait(|done| files.unlink(ROOT, &name, done)),
+            Err(_) => wait(|done| files.create(ROOT, &name, new(NewKind::File), false, done)).map(drop),
+        };
+        answered.push(disk.history().len());
+    }
+    let history = disk.history();
+    let is_head = |request: &Request| matches!(request, Request::Write { runs, .. } if runs[0].first == 0);
+    let heads: Vec<usize> = (start..history.len()).filter(|at| is_head(&history[*at])).collect();
+    assert!(heads.len() >= 8, "{} heads", heads.len());
+    let near_heads = heads.iter().flat_map(|at| at.saturating_sub(3)..at + 4);
+    for cut in
+        near_heads.chain((start..=history.len()).step_by(101)).filter(|cut| (start..=history.len()).contains(cut))
+    {
+        let data = reopened(1024, &history[..cut]).all(ino);
+        let count = answered.partition_point(|at| *at <= cut);
+        assert!(
+            [count * 100, count * 100 + 100].contains(&data.len()),
+            "{} bytes, {count} answered, cut at {cut}",
+            data.len()
+        );
+        assert!(data.chunks(100).enumerate().all(|(number, found)| found == part(number)), "cut at {cut}");
+    }
+}
+
+#[test]
+fn a_full_volume_refuses_writes_and_loses_nothing() {
+    let disk = formatted(1024);
+    let files = open(&disk);
+    let (ino, other) = (files.make(ROOT, "f"), files.make(ROOT, "g"));
+    let mut size = 0;
+    let error = loop {
+        let data = Bytes::from(vec![(size >> 16) as u8; 50_000]);
+        match wait(|done| files.write(ino, size, data, done)) {
+            Ok(()) => size += 50_000,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.errno(), Errno::NOSPC);
+    assert!(size > 3_000_000, "{size}");
+    let refused = [
+        wait(|done| files.write(other, 0, Bytes::from_static(&[1; 200_000]), done)),
+        wait(|done| files.fallocate(other, 0, 1 << 30, Allocate::Keep, done)),
+    ];
+    assert!(refused.into_iter().all(|result| result.unwrap_err().errno() == Errno::NOSPC));
+    let check = |files: &Files| {
+        let data = files.all(ino);
+        assert_eq!((data.len() as u64, files.getattr(other).unwrap().size), (size, 0));
+        assert!(
+            data.chunks(50_000)
+                .zip((0..).step_by(50_000))
+                .all(|(part, at)| part.iter().all(|byte| *byte == (at >> 16) as u8))
+        );
+    };
+    check(&files);
+    check(&reopened(1024, &disk.history()));
+    // In place there is room, and after something was removed too, at once.
+    files.put(ino, 10, &[9; 100]);
+    files.cut(ino, 1_000_000);
+    files.put(other, 0, &[3; 2_000_000]);
+    assert!(files.all(other).iter().all(|byte| *byte == 3));
+}
+
+#[test]
+fn what_a_file_had_before_is_not_seen_again() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    files.put(ino, 0, &[0xee; 200_000]);
+    files.cut(ino, 70_001);
+    files.cut(ino, 200_000);
+    assert!(files.get(ino, 70_001, 200_000).iter().all(|byte| *byte == 0));
+    assert!(files.get(ino, 0, 70_001).iter().all(|byte| *byte == 0xee));
+    // Clusters of a file that is gone.
+    wait(|done| files.unlink(ROOT, b"f", done)).unwrap();
+    let disk = Memory::after(BLOCKS, &disk.history(), false);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "g");
+    files.put(ino, 5000, b"x");
+    files.put(ino, 150_000, b"x");
+    wait(|done| files.fallocate(ino, 300_000, 100_000, Allocate::Grow, done)).unwrap();
+    let data = files.all(ino);
+    assert_eq!((data.len(), data.iter().filter(|byte| **byte != 0).count()), (400_000, 2));
+}
+
+#[test]
+fn holes_take_no_space_and_are_found() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    files.put(ino, 10 << 20, &[1; 10]);
+    assert_eq!(files.getattr(ino).unwrap().blocks, 128);
+    let found = |offset, hole| files.seek(ino, offset, hole).unwrap();
+    assert_eq!((found(0, false), found(0, true), found(11 << 20, false)), (Some(10 << 20), Some(0), None));
+    assert_eq!(found((10 << 20) + 3, true), Some((10 << 20) + 10));
+    files.put(ino, 0, &[1; 200_000]);
+    wait(|done| files.fallocate(ino, 1000, 150_000, Allocate::Punch, done)).unwrap();
+    assert_eq!(files.getattr(ino).unwrap().blocks, 4 * 128);
+    let data = files.get(ino, 0, 200_000);
+    assert!(data[..1000].iter().chain(&data[151_000..]).all(|byte| *byte == 1));
+    assert!(data[1000..151_000].iter().all(|byte| *byte == 0));
+    assert_eq!(found(0, true), Some(65_536));
+}
+
+/// Every place of both ends, in a block, a cluster and the file.
+#[test]
+fn what_is_punched_is_zeros_and_nothing_else_is() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    let size = 3 * 65_536 + 5000;
+    let ends = [
+        0,
+        1,
+        4095,
+        4096,
+        4097,
+        8192,
+        61_440,
+        65_535,
+        65_536,
+        65_537,
+        69_632,
+        131_072,
+        139_264,
+        196_608,
+        200_000,
+        size,
+        size + 1,
+        300_000,
+    ];
+    for (start, end) in
+        ends.iter().flat_map(|start| ends.iter().map(move |end| (*start, *end))).filter(|(start, end)| start < end)
+    {
+        files.put(ino, 0, &vec![1; size as usize]);
+        wait(|done| files.fallocate(ino, start, end - start, Allocate::Punch, done)).unwrap();
+        let data = files.all(ino);
+        let is_right = |(at, byte): (u64, &u8)| *byte == u8::from(!(start..end).contains(&at));
+        assert!(data.len() as u64 == size && (0..).zip(&data).all(is_right), "{start} to {end}");
+        if start % 3 == 0 {
+            assert_eq!(reopened(BLOCKS, &disk.history()).all(ino), data);
+        }
+    }
+}
+
+#[test]
+fn a_disk_that_fails_ends_every_change_after_it() {
+    let disk = formatted(BLOCKS);
+    let files = open(&disk);
+    let ino = files.make(ROOT, "f");
+    disk.break_down();
+    let errors = [
+        wait(|done| files.write(ino, 0, Bytes::from_static(b"x"), done)),
+        wait(|done| files.write(ino, 3, Bytes::from_static(b"y"), done)),
+        wait(|done| files.fsync(ino, false, done)),
+        wait(|done| files.unlink(ROOT, b"f", done)),
+        wait(|done| files.read(ino, 0, 10, done)).map(drop),
+    ];
+    assert!(errors.into_iter().all(|result| result.unwrap_err().errno() == Errno::IO));
+}
