@@ -258,6 +258,11 @@ impl Manifest {
         Ok(files::write(to, &self.to_json()?, &PRIVATE)?)
     }
 
+    /// The same of the snapshot alone.
+    pub(crate) fn of_the_snapshot(&self) -> Manifest {
+        Manifest { kind: Kind::Snapshot, ..self.clone() }
+    }
+
     /// Its text.
     ///
     /// # Errors

@@ -1,7 +1,8 @@
 //! A report for tests of what is shown of one: of the page here, and of `remora status` in another crate.
 
 use remora_protocol::{
-    Advance, Basis, GenerationState, GenerationStatus, Length, Phase, ReplicaStatus, StatusReport, Totals,
+    Advance, Base, BaseKind, Basis, GenerationState, GenerationStatus, Length, Phase, ReplicaStatus, StatusReport,
+    Totals,
 };
 
 /// A source with a whole snapshot, and these replicas.
@@ -36,6 +37,7 @@ pub fn report(replicas: Vec<ReplicaStatus>) -> StatusReport {
         server: "redis://10.0.0.1:6379".into(),
         role: "primary".into(),
         generation: Some(generation),
+        base: Base { kind: BaseKind::Snapshot, age_seconds: 180, stream_bytes: 5 << 20, ..Base::default() },
         preparing: String::new(),
         saving: None,
         replicas,

@@ -5,7 +5,8 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use remora_protocol::{
-    Advance, GenerationState, GenerationStatus, Phase, ReplicaStatus, Saving, StatusReport, UploadStatus,
+    Advance, Base, BaseKind, GenerationState, GenerationStatus, Phase, ReplicaStatus, Saving, StatusReport,
+    UploadStatus,
 };
 use serde::Serialize;
 
@@ -131,6 +132,8 @@ impl View {
             }
             Some(generation) => facts.extend(tables(generation, &report.replicas)),
         }
+        let [from, more] = base(&report.base);
+        facts.push(Fact::new("base", from, more));
         let [taken, rest] = totals(report);
         facts.push(Fact::new("so far", taken, rest));
         if let Some(measured) = measured_upload(report) {
@@ -250,6 +253,25 @@ fn behind(replica: &ReplicaStatus, generation: &GenerationStatus) -> Option<u64>
 /// The source and its server, in one line.
 pub fn source(report: &StatusReport) -> String {
     format!("remora {} of {} ({})", report.source, report.server, report.role)
+}
+
+/// From what a replica is made that joins now, and the rest of the sentence.
+pub fn base(base: &Base) -> [String; 2] {
+    let what = if base.place.is_empty() { base.kind.words().to_owned() } else { base.place.clone() };
+    let behind = || {
+        let age = readable(Duration::from_secs(base.age_seconds));
+        format!("{age} old, {} of stream behind it", Size::bytes(base.stream_bytes))
+    };
+    let mut more = match base.kind {
+        BaseKind::Snapshot | BaseKind::Backup | BaseKind::File => behind(),
+        BaseKind::Copy | BaseKind::Sweep => "without a fork".to_owned(),
+        BaseKind::Fork => "which forks for it".to_owned(),
+        BaseKind::None => "replicas that join wait".to_owned(),
+    };
+    if !base.passed_over.is_empty() {
+        more.push_str(&format!("; not {}", base.passed_over));
+    }
+    [what, more]
 }
 
 /// What a source without a snapshot waits for.

@@ -16,6 +16,7 @@
 //! - [`host_memory`], [`host_threads`], [`free_space`]: what is refused before it fails, because this host has too
 //!   little.
 //! - [`checked_json`]: a file of JSON that says whether it is whole. [`rdb_file`]: what an RDB file holds.
+//!   [`stored`]: backups and files of which a source can make a snapshot.
 //! - [`record`]: the settings that a process changes at its server, so that another one can put them back.
 //!
 //! It knows no command line, and no agent.
@@ -36,4 +37,5 @@ pub mod rdb_file;
 pub mod record;
 pub mod service;
 pub mod signals;
+pub mod stored;
 pub mod tasks;

@@ -56,12 +56,14 @@
 
 #![forbid(unsafe_code)]
 
+mod base;
 pub mod bounds;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod message;
 pub mod sweep;
 
+pub use base::{Base, BaseKind};
 pub use bounds::{MODULE_PROTOCOL, *};
 pub use message::{
     Advance, Announce, Basis, DecodeError, Expected, Former, GenerationState, GenerationStatus, Join, Length,

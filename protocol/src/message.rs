@@ -10,6 +10,7 @@ use remora_wire::codec::{Bytes, Codec, List, Malformed, Maybe, Name, Reader, Tex
 use remora_wire::{codes, record};
 use serde::{Serialize, Serializer};
 
+use crate::base::Base;
 use crate::bounds::{
     self, Digits, DigitsIfKnown, MAX_ADDRESS_BYTES, MAX_CLIENT_PAYLOAD_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES,
     MAX_PAYLOAD_BYTES, MAX_PROTECTION_BYTES, MAX_REPLICAS, MAX_SEAL_BYTES, MAX_STANDBYS, MAX_TEXT_BYTES, MAX_WHY_BYTES,
@@ -462,7 +463,7 @@ record!(Offer {
 });
 
 /// What a replica that joins now gets, and what it costs the captured server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Terms {
     /// Bytes of the snapshot: of the present one, or as many as the server's memory suggests.
     pub snapshot_bytes: u64,
@@ -484,6 +485,8 @@ pub struct Terms {
     pub offers_shm: bool,
     /// Whether the source offers reads over RDMA.
     pub offers_verbs: bool,
+    /// From what it is made.
+    pub base: Base,
 }
 
 record!(Terms {
@@ -497,6 +500,7 @@ record!(Terms {
     is_refused: bool,
     offers_shm: bool,
     offers_verbs: bool,
+    base: Base,
 });
 
 /// A history that a server has left for another one, which is the same up to some byte (`master_replid2` and
@@ -946,6 +950,8 @@ pub struct StatusReport {
     pub role: String,
     /// The generation that replicas are served from.
     pub generation: Option<GenerationStatus>,
+    /// From what a replica is made that joins now.
+    pub base: Base,
     /// What the source does before it can take its first snapshot; empty once it can.
     pub preparing: String,
     /// How far the server is that saves its data set for a snapshot; `None` while it does not save, or does not say.
@@ -965,6 +971,7 @@ record!(StatusReport {
     server: Name<MAX_ADDRESS_BYTES>,
     role: Name<MAX_ADDRESS_BYTES>,
     generation: Maybe<GenerationStatus>,
+    base: Base,
     preparing: Text<MAX_WHY_BYTES>,
     saving: Maybe<Saving>,
     replicas: List<ReplicaStatus, MAX_REPLICAS>,

@@ -87,22 +87,40 @@ fn announces() -> impl Strategy<Value = Announce> {
     })
 }
 
-fn terms() -> impl Strategy<Value = Terms> {
-    any::<([u64; 3], [bool; 7])>().prop_map(|([snapshot_bytes, ring_bytes, fork_delay_seconds], flags)| {
-        let [windowed, held, sealed, tunes_server, is_refused, offers_shm, offers_verbs] = flags;
-        Terms {
-            snapshot_bytes,
-            ring_bytes,
-            windowed,
-            held,
-            sealed,
-            fork_delay_seconds,
-            tunes_server,
-            is_refused,
-            offers_shm,
-            offers_verbs,
-        }
+fn bases() -> impl Strategy<Value = Base> {
+    let kinds = prop_oneof![
+        Just(BaseKind::Snapshot),
+        Just(BaseKind::Copy),
+        Just(BaseKind::Backup),
+        Just(BaseKind::File),
+        Just(BaseKind::Sweep),
+        Just(BaseKind::Fork),
+        Just(BaseKind::None),
+    ];
+    (kinds, names(), any::<[u64; 2]>(), names()).prop_map(|(kind, place, [age_seconds, stream_bytes], passed_over)| {
+        Base { kind, place, age_seconds, stream_bytes, passed_over }
     })
+}
+
+fn terms() -> impl Strategy<Value = Terms> {
+    (any::<([u64; 3], [bool; 7])>(), bases()).prop_map(
+        |(([snapshot_bytes, ring_bytes, fork_delay_seconds], flags), base)| {
+            let [windowed, held, sealed, tunes_server, is_refused, offers_shm, offers_verbs] = flags;
+            Terms {
+                snapshot_bytes,
+                ring_bytes,
+                windowed,
+                held,
+                sealed,
+                fork_delay_seconds,
+                tunes_server,
+                is_refused,
+                offers_shm,
+                offers_verbs,
+                base,
+            }
+        },
+    )
 }
 
 fn offers() -> impl Strategy<Value = Message> {
@@ -227,9 +245,9 @@ fn statuses() -> impl Strategy<Value = Message> {
         queueing_micros,
         yields,
     });
-    let snapshots = (option::of(generations()), option::of(savings()));
+    let snapshots = (option::of(generations()), bases(), option::of(savings()));
     (texts, snapshots, vec(replicas(), 0..4), any::<[u64; 4]>(), option::of(uploads)).prop_map(
-        |((source, server, role, preparing, last_failure), (generation, saving), replicas, numbers, upload)| {
+        |((source, server, role, preparing, last_failure), (generation, base, saving), replicas, numbers, upload)| {
             let [snapshots_taken, snapshots_failed, replicas_done, bytes_served] = numbers;
             let totals = Totals { snapshots_taken, snapshots_failed, replicas_done, bytes_served };
             Message::Status(StatusReport {
@@ -237,6 +255,7 @@ fn statuses() -> impl Strategy<Value = Message> {
                 server,
                 role,
                 generation,
+                base,
                 preparing,
                 saving,
                 replicas,
@@ -333,6 +352,7 @@ fn status(replicas: Vec<ReplicaStatus>) -> Message {
         server: String::new(),
         role: String::new(),
         generation: None,
+        base: Base::default(),
         preparing: String::new(),
         saving: None,
         replicas,

@@ -129,7 +129,7 @@ impl Source {
         });
         let mut source = connected?;
         let plan = source.plan(args, name, server).await?;
-        match plan.terms {
+        match &plan.terms {
             Some(terms) if terms.is_refused && !args.source.is_one() => {
                 let text = format!("the source {at} cannot take a snapshot: {}", plan.obstacle);
                 Err(Failure::new(Code::Source, text))

@@ -158,7 +158,7 @@ impl Prepared {
 /// # Errors
 /// As the sync would end.
 pub(super) fn refuse_what_the_source_refuses(options: &Options, plan: &Offer) -> Result<(), Failure> {
-    match plan.terms {
+    match &plan.terms {
         Some(terms) if terms.is_refused => {
             let source = &options.read.source;
             Err(Failure::new(Code::Source, format!("the source {source} cannot take a snapshot: {}", plan.obstacle)))
@@ -316,7 +316,7 @@ pub(super) async fn of_a_run(
     way: &Way,
     patience: &mut Patience,
 ) -> Result<Option<Reading>, Failure> {
-    let (read, is_sealed) = (&options.read, plan.terms.is_some_and(|terms| terms.sealed));
+    let (read, is_sealed) = (&options.read, plan.terms.as_ref().is_some_and(|terms| terms.sealed));
     if options.dry_run {
         return patience.keep_trying(async || try_out(read, credentials, is_sealed).await).await.map(Some);
     }
@@ -326,7 +326,7 @@ pub(super) async fn of_a_run(
         _ => return Ok(None),
     };
     refuse_what_this_host_lacks(read, way, is_sealed)?;
-    let is_offered = plan.terms.is_none_or(|terms| match kind {
+    let is_offered = plan.terms.as_ref().is_none_or(|terms| match kind {
         TransportKind::Shm => terms.offers_shm,
         _ => terms.offers_verbs,
     });

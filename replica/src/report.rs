@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use remora_metrics::view;
-use remora_protocol::{Offer, Terms};
+use remora_protocol::{Base, BaseKind, Offer, Terms};
 use serde::Serialize;
 
 use super::exact::{self, Exactness};
@@ -181,6 +181,8 @@ struct Snapshot {
     held: bool,
     fork_delay_seconds: u64,
     tunes_server: bool,
+    /// From what it is made.
+    base: Base,
 }
 
 /// Prints what a run with these options will do.
@@ -219,7 +221,7 @@ impl Forecast {
         let measured = reading.and_then(|reading| reading.rate);
         let rate = measured.into_iter().chain(download_limit.map(Size::get)).min();
         let course =
-            plan.terms.map(|terms| Course { snapshot_bytes: terms.snapshot_bytes, delay: delay(&terms), rate });
+            plan.terms.as_ref().map(|terms| Course { snapshot_bytes: terms.snapshot_bytes, delay: delay(terms), rate });
         let no_pin_because = match primary {
             None => Some("the primary does not tell its backlog".to_owned()),
             Some(facts) => facts.why_no_pin(&PinSizes::SERVERS).map(str::to_owned),
@@ -231,13 +233,14 @@ impl Forecast {
             transport_why: reading.map(|reading| reading.why.clone()).unwrap_or_default(),
             protection: reading.map(|reading| reading.protection.to_string()).unwrap_or_default(),
             bytes_per_second: measured,
-            snapshot: plan.terms.map(|terms| Snapshot {
+            snapshot: plan.terms.as_ref().map(|terms| Snapshot {
                 bytes: terms.snapshot_bytes,
                 source_memory_bytes: terms.ring_bytes,
                 windowed: terms.windowed,
                 held: terms.held,
                 fork_delay_seconds: terms.fork_delay_seconds,
                 tunes_server: terms.tunes_server,
+                base: terms.base.clone(),
             }),
             backlog_bytes: primary.and_then(|facts| facts.backlog).map_or(plan.backlog_bytes, |backlog| backlog.size),
             write_bytes_per_second: plan.write_rate,
@@ -273,6 +276,7 @@ impl Forecast {
         line("protection", self.protection.clone());
         if let Some(snapshot) = &self.snapshot {
             line("snapshot", snapshot.text());
+            line("base", view::base(&snapshot.base).join(", "));
             line("fork", snapshot.fork());
         }
         line("backlog", self.backlog());
@@ -331,11 +335,14 @@ impl Snapshot {
     }
 
     fn fork(&self) -> String {
-        match (self.held, self.fork_delay_seconds, self.tunes_server) {
-            (true, ..) => "none: the source has the snapshot".to_owned(),
-            (false, 0, _) => "one, at once".to_owned(),
-            (false, _, true) => "one, at once (--tune-server)".to_owned(),
-            (false, seconds, false) => format!(
+        match (self.base.kind, self.fork_delay_seconds, self.tunes_server) {
+            (BaseKind::Snapshot, ..) => "none: the source has the snapshot".to_owned(),
+            (BaseKind::Copy | BaseKind::Backup | BaseKind::File | BaseKind::Sweep | BaseKind::None, ..) => {
+                "none".to_owned()
+            }
+            (BaseKind::Fork, 0, _) => "one, at once".to_owned(),
+            (BaseKind::Fork, _, true) => "one, at once (--tune-server)".to_owned(),
+            (BaseKind::Fork, seconds, false) => format!(
                 "one, after {seconds} s in which the server waits for more replicas (repl-diskless-sync-delay); remora source \
                  --tune-server does without"
             ),
@@ -345,9 +352,9 @@ impl Snapshot {
 
 /// How long the server waits before it forks for a replica that joins now.
 fn delay(terms: &Terms) -> Duration {
-    match terms.held || terms.tunes_server {
-        true => Duration::ZERO,
-        false => Duration::from_secs(terms.fork_delay_seconds),
+    match terms.base.kind == BaseKind::Fork && !terms.tunes_server {
+        true => Duration::from_secs(terms.fork_delay_seconds),
+        false => Duration::ZERO,
     }
 }
 
@@ -376,6 +383,10 @@ mod tests {
         assert!(summary.load_seconds == 0.0, "{summary:?}");
     }
 
+    fn base(kind: BaseKind) -> Base {
+        Base { kind, ..Base::default() }
+    }
+
     fn snapshot() -> Snapshot {
         Snapshot {
             bytes: 500 << 20,
@@ -384,6 +395,7 @@ mod tests {
             held: false,
             fork_delay_seconds: 5,
             tunes_server: false,
+            base: base(BaseKind::Fork),
         }
     }
 
@@ -396,7 +408,9 @@ mod tests {
         assert!(Snapshot { windowed: true, ..snapshot() }.text().contains("through a window of 768 MiB"));
         assert!(snapshot().fork().contains("after 5 s") && snapshot().fork().contains("--tune-server"));
         assert!(Snapshot { tunes_server: true, ..snapshot() }.fork().starts_with("one, at once"));
-        assert!(Snapshot { held: true, ..snapshot() }.fork().starts_with("none"));
+        for kind in [BaseKind::Snapshot, BaseKind::Backup, BaseKind::File, BaseKind::Sweep, BaseKind::None] {
+            assert!(Snapshot { base: base(kind), ..snapshot() }.fork().starts_with("none"), "{kind:?}");
+        }
     }
 
     #[test]
@@ -412,9 +426,10 @@ mod tests {
             is_refused: false,
             offers_shm: true,
             offers_verbs: false,
+            base: base(BaseKind::Fork),
         };
         assert_eq!(delay(&terms), Duration::from_secs(5));
-        assert_eq!(delay(&Terms { held: true, ..terms }), Duration::ZERO);
+        assert_eq!(delay(&Terms { base: base(BaseKind::Snapshot), ..terms.clone() }), Duration::ZERO);
         assert_eq!(delay(&Terms { tunes_server: true, ..terms }), Duration::ZERO);
     }
 }

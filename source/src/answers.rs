@@ -10,6 +10,7 @@ use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
 use super::Source;
+use super::choice::base;
 use super::machine::Format;
 use super::tables::expected;
 use remora_server::own_changes::why_not_as_its_primary;
@@ -186,6 +187,7 @@ pub(super) fn terms(source: &Source, refusal: Option<&str>) -> Terms {
         is_refused: refusal.is_some(),
         offers_shm: source.exports.offer(TransportKind::Shm),
         offers_verbs: source.exports.offer(TransportKind::Verbs),
+        base: base(source),
     }
 }
 

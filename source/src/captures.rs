@@ -6,15 +6,18 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use remora_fabric::RegionId;
+use remora_protocol::BaseKind;
 
 use super::answers::Rights;
+use super::bases::{Candidate, Data, Known};
 use super::capture::{Capture, CaptureError, CaptureEvent, Journal, MethodHistory, ModuleRules, Plan, SnapshotFile};
 use super::captured::Captured;
 use super::machine::Format;
 use super::server_settings::Tuning;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::{Source, exports, presence};
-use crate::options::{ModuleCapture, Options, SourceFile};
+use crate::options::{Options, SourceFile};
+use remora_base::moment::Moment;
 use remora_base::units::Size;
 use remora_process::events;
 use remora_process::exit::{Code, Failure};
@@ -41,18 +44,27 @@ impl Methods {
         self.file.is_none()
     }
 
+    /// The file that has the snapshot, as a base.
+    pub(super) fn file(&self) -> Option<Candidate> {
+        let file = self.file.as_ref()?;
+        let (history, offset) = (file.history(), file.offset());
+        let age = Duration::from_secs(Moment::now().get().saturating_sub(file.taken().get()));
+        let known = Known::There(Data { history, offset, age });
+        Some(Candidate { kind: BaseKind::File, place: file.place(), known })
+    }
+
+    pub(super) fn sweep_failed_lately(&self, now: Instant) -> bool {
+        self.history.sweep_failed_lately(now)
+    }
+
     /// What the options say. A file is read, and must be one behind which the server continues. What a source that was
     /// killed has left changed at the server is put back.
     ///
     /// # Errors
     /// The server does not continue behind the file, or the state folder cannot be used.
     pub(super) async fn of(options: &Options, server: &Server, facts: &Facts) -> Result<Methods, Failure> {
-        if options.no_fork
-            && options.file.is_none()
-            && options.first.is_none()
-            && options.module.capture != ModuleCapture::Sweep
-        {
-            let text = "--no-fork goes with --from-file, --standby-of or --module-capture sweep: every other snapshot needs a fork";
+        if options.no_fork && options.file.is_none() && options.first.is_none() && options.needs_the_first() {
+            let text = "--no-fork goes with --from-file, --base, --standby-of or --module-capture sweep: every other snapshot needs a fork";
             return Err(Failure::new(Code::Usage, text));
         }
         let mut file = None;
@@ -134,6 +146,8 @@ impl Source {
                 let rate = Size::bytes((*bytes as f64 / seconds.max(1e-9)) as u64);
                 tracing::info!(event = events::SNAPSHOT_COMPLETED, generation, size = %Size::bytes(*bytes), compression = %exports::compression(self), method = %self.gauge.method(), "snapshot completed in {seconds:.3} s ({rate}/s)");
             }
+            CaptureEvent::FromBase { generation, place, age } => self.choice.begins(*generation, place, *age),
+            CaptureEvent::BaseTried { place, offset } => self.choice.tried.note(place, *offset, Instant::now()),
             CaptureEvent::ModuleFailed => self.methods.history.module_failed(Instant::now()),
             CaptureEvent::SweepFailed => self.methods.history.sweep_failed(Instant::now()),
             CaptureEvent::Failed { generation, error } => {
@@ -174,6 +188,9 @@ pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_form
         captured: source.captured.clone(),
         is_examined: true,
         file: source.methods.file.clone(),
+        stored: source.options.stored.clone(),
+        tried: source.choice.tried.clone(),
+        journal_bytes: source.tables.journal_ring(),
         first: source.standby.as_ref().and_then(|standby| standby.copying.clone()),
         tuning: source.methods.tuning.clone(),
         reader_version: source.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),

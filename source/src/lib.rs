@@ -20,6 +20,8 @@
 //! - `tables` is the memory, and divides it between what this host and what others read ([`Shares`]). `exports` are the
 //!   transports that export it, and scratch memory for `remora probe`. `compression` decides how slots are compressed
 //!   for other hosts.
+//! - `bases` puts what a snapshot can be made of in the order in which it is tried; `choice` is what a dry run and the
+//!   status say of it.
 //! - `answers` describes the primary, whether it continues a history, and what a replica would get; `questions` bounds
 //!   how often replicas make the source ask it; `status` is for `remora status`, Prometheus and probes. `ahead`
 //!   estimates how long the snapshot will be.
@@ -33,9 +35,11 @@
 
 mod ahead;
 mod answers;
+mod bases;
 mod capture;
 mod captured;
 mod captures;
+mod choice;
 mod compression;
 mod exports;
 mod gauge;
@@ -82,6 +86,7 @@ use self::answers::{as_others_reach_it, format_for};
 use self::capture::CaptureEvent;
 use self::captured::Captured;
 use self::captures::{Methods, Threads};
+use self::choice::Choice;
 use self::exports::{Exports, Links, Peer, ProbeRegion, Readable, tcp_exporter};
 use self::gauge::{Gauge, Rate, Reading};
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
@@ -99,6 +104,7 @@ use remora_process::exit::Failure;
 use remora_process::patience::Patience;
 use remora_process::service::Service;
 use remora_process::signals::{self, Signals};
+use remora_process::stored::Found;
 use remora_process::tasks::AbortOnDrop;
 use remora_process::{events, host_memory};
 use remora_server::Facts;
@@ -182,7 +188,10 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
         fork_interval: options.fork_interval,
         slot_bytes: u64::from(tables.snapshot.1.slot_size),
         // There is no other snapshot than the file.
-        standby: options.first.as_ref().map(|_| if options.no_fork { Duration::MAX } else { options.fork_after }),
+        standby: options
+            .first
+            .as_ref()
+            .map(|_| if options.needs_the_first() { Duration::MAX } else { options.fork_after }),
         repeat_messages: if options.file.is_some() { Duration::MAX } else { options.repeat_messages },
     };
     let machine = Machine::new(Instant::now(), rules, Backoff::from_system(), first_generation(), options.is_eager());
@@ -192,6 +201,7 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
     };
     let metrics = metrics.map(|listener| status::serve(listener, incoming.clone()));
     let watching = captured.watch(incoming.clone());
+    let choice = Choice::begin(options.stored.as_ref(), incoming.clone());
     let mut source = Source {
         options,
         methods,
@@ -215,6 +225,7 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
         probe_region: ProbeRegion::default(),
         keeper: Keeper::new(),
         standby: None,
+        choice,
     };
     let (serves_at, process) = (listener.address().to_string(), source.questions.process);
     source.standby = Standby::begin(&source.options, serves_at, process, &source.gauge, source.incoming.clone());
@@ -249,6 +260,8 @@ pub(crate) enum Incoming {
     Answered(Answered),
     /// What a look at the server has shown that is about the source's own links.
     Presence(presence::Look),
+    /// What is stored of which a snapshot can be made.
+    Stored(Vec<Found>),
     /// The source that this one stands by for has said something.
     First(standby::News),
     /// Metrics are wanted.
@@ -296,6 +309,7 @@ struct Source {
     probe_region: ProbeRegion,
     keeper: Keeper,
     standby: Option<Standby>,
+    choice: Choice,
 }
 
 impl Source {
@@ -360,6 +374,7 @@ impl Source {
             Incoming::Moved(facts) => captured::moved(self, *facts),
             Incoming::Answered(answered) => questions::answered(self, answered),
             Incoming::Presence(look) => presence::saw(self, look),
+            Incoming::Stored(found) => self.choice.found(found),
             Incoming::First(news) => standby::told(self, news),
             Incoming::Scraped(scrape) => status::answer(self, *scrape),
             Incoming::Prepared(done) => {

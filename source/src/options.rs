@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use remora_base::units::Size;
@@ -10,6 +11,7 @@ use remora_conversation::tokens::TokenFiles;
 use remora_conversation::transports::{RdmaOffer, UploadLimit};
 use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
+use remora_process::stored::Stored;
 use remora_server::sentinel::Sentinels;
 use remora_server::{HostPort, Server};
 
@@ -37,8 +39,10 @@ pub struct Options {
     pub eager: bool,
     /// The file that has the snapshot, in place of the server.
     pub file: Option<SourceFile>,
-    /// Take no snapshot that makes the primary fork. Snapshots come from the file, from the first source, or by a sweep
-    /// of the module: one of the three must be asked for.
+    /// Backups and files of which a snapshot is made before the server is asked for one.
+    pub stored: Option<Arc<dyn Stored>>,
+    /// Take no snapshot that makes the primary fork. Snapshots come from the file, from what is stored, from the first
+    /// source, or by a sweep of the module: one of the four must be asked for.
     pub no_fork: bool,
     /// The source whose snapshots this one copies, as its standby.
     pub first: Option<HostPort>,
@@ -221,6 +225,7 @@ impl Options {
             announce: None,
             max_replicas: 64,
             at_once: None,
+            stored: None,
             no_fork: false,
             first: None,
             fork_after: DEFAULT_FORK_AFTER,
@@ -237,6 +242,11 @@ impl Options {
             shared_memory: true,
             rdma: RdmaOffer::default(),
         }
+    }
+
+    /// Whether no snapshot comes from anywhere else than the first source.
+    pub(crate) fn needs_the_first(&self) -> bool {
+        self.no_fork && self.stored.is_none() && self.module.capture != ModuleCapture::Sweep
     }
 
     /// Whether the snapshot is taken without a replica: the backlog may not reach back to a file's offset later.

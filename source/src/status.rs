@@ -10,6 +10,7 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 
 use super::answers::ask;
+use super::choice::base;
 use super::machine::{Replica, Session, Stage};
 use super::{Incoming, Source, exports};
 use remora_base::units::Size;
@@ -27,6 +28,7 @@ pub(super) fn report(source: &Source) -> StatusReport {
         server: source.captured.server().url().to_string(),
         role: role(&source.facts),
         generation: generation_status(source, now),
+        base: base(source),
         preparing: source.preparation.words(),
         saving: source.ahead.expected().saving,
         replicas: status
@@ -308,7 +310,7 @@ fn show_replicas(families: &mut Families, replicas: &[ReplicaStatus]) {
 
 #[cfg(test)]
 mod tests {
-    use remora_protocol::Totals;
+    use remora_protocol::{Base, Totals};
 
     use super::*;
     use remora_metrics::families::Form;
@@ -320,6 +322,7 @@ mod tests {
             server: "redis://10.0.0.1:6379".into(),
             role: "primary".into(),
             generation: None,
+            base: Base::default(),
             preparing: String::new(),
             saving: None,
             replicas: Vec::new(),

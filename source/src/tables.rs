@@ -179,6 +179,11 @@ impl Tables {
         ring(&self.snapshot.1)
     }
 
+    /// Bytes of the stream that the journal holds.
+    pub(super) fn journal_ring(&self) -> u64 {
+        ring(&self.journal.1)
+    }
+
     /// The memory of a region.
     pub(super) fn memory(&self, region: u32) -> Exported {
         let (plain, _) = if region == SNAPSHOT_REGION { &self.snapshot } else { &self.journal };

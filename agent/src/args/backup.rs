@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use remora_backup::{BackupOptions, JournalOptions, LEAST_FILE, Location, Pass, RestoreOptions, StoreOptions};
+use remora_backup::{BackupOptions, JournalOptions, LEAST_FILE, Location, Pass, RestoreOptions};
 
+use super::stored::StoreArgs;
 use super::{MetricsArgs, MetricsFileArgs, SnapshotFromArgs, Words, one_of};
 use crate::exit::{self, Code, Failure};
 use crate::units::{Size, parse_duration};
@@ -127,18 +128,6 @@ impl RestoreArgs {
     }
 }
 
-impl StoreArgs {
-    /// The options without their clap attributes.
-    fn options(&self) -> StoreOptions {
-        StoreOptions {
-            endpoint: self.s3_endpoint.clone(),
-            region: self.s3_region.clone(),
-            credentials_file: self.s3_credentials_file.clone(),
-            allow_http: self.s3_allow_http,
-        }
-    }
-}
-
 const BACKUP_ABOUT: &str = "\
 Backs the data of a source's server up: its snapshot as an RDB file in a folder, and with --journal the commands since.
 
@@ -252,30 +241,6 @@ Examples:
 {}",
         exit::help_table(&[Code::Usage, Code::Refused, Code::Interrupted, Code::Local, Code::Store])
     )
-}
-
-/// How an S3-compatible store is reached. Every option stands above the AWS environment variable of the same meaning.
-#[derive(Clone, Debug, Default, Args)]
-#[command(next_help_heading = "S3")]
-pub struct StoreArgs {
-    /// Address of the store: `https://HOST:PORT`. Default: AWS_ENDPOINT_URL, or Amazon's of the region.
-    #[arg(long, value_name = "URL")]
-    pub s3_endpoint: Option<String>,
-
-    /// Region of the bucket. Default: AWS_REGION, or `us-east-1`, which most other stores ignore.
-    #[arg(long, value_name = "NAME")]
-    pub s3_region: Option<String>,
-
-    /// File with the keys, in the format of ~/.aws/credentials (the profile AWS_PROFILE, or `default`), that only its
-    /// owner can read. Default: the AWS environment variables, then AWS_SHARED_CREDENTIALS_FILE and
-    /// ~/.aws/credentials, then the role of the machine.
-    #[arg(long, value_name = "FILE")]
-    pub s3_credentials_file: Option<PathBuf>,
-
-    /// Send requests to an --s3-endpoint on another host by http:// too. Everyone on the way can read what is not
-    /// encrypted.
-    #[arg(long)]
-    pub s3_allow_http: bool,
 }
 
 #[cfg(test)]

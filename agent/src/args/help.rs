@@ -20,6 +20,7 @@ const EVERYDAY: &[(&str, &[&str])] = &[
             "listen",
             "token-file",
             "memory",
+            "base",
             "tune-server",
             "announce",
             "state-dir",

@@ -15,6 +15,7 @@ mod replica;
 mod sentinel;
 mod server;
 mod source;
+mod stored;
 mod tools;
 mod volume;
 
@@ -28,7 +29,7 @@ pub use remora_server::HostPort;
 pub use self::attend::{
     AddArgs, AttendArgs, InterceptAction, InterceptArgs, InterceptPortArgs, PRIMARY_PORT, ShowArgs,
 };
-pub use self::backup::{BackupArgs, RestoreArgs, StoreArgs};
+pub use self::backup::{BackupArgs, RestoreArgs};
 pub use self::cluster::{
     ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterMigrateArgs, ClusterPlanArgs, ClusterSourcesArgs,
     ClusterStatusArgs, ClusterSyncArgs, Renew,
@@ -47,6 +48,7 @@ pub use self::replica::{DeliveryArgs, LendArgs, ModuleLoad, RelayArgs, ReplicaAr
 pub use self::sentinel::SentinelArgs;
 pub use self::server::{ServerArgs, TlsArgs};
 pub use self::source::{CapturedArgs, FastKeys, SourceArgs, TuneArgs, WalkArgs};
+pub use self::stored::{BaseArgs, StoreArgs};
 pub use self::tools::{
     ConfigAction, ConfigArgs, GenerateArgs, Generated, LayoutArgs, LoadArgs, ModuleArgs, ModuleQuestion, TokenAction,
     TokenCommandArgs, ValueType,

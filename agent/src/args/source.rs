@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use super::server::{TlsArgs, UrlParser};
+use super::stored::BaseArgs;
 use super::{
     HostPort, MetricsArgs, MonitorNameArgs, RdmaOfferArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, Words, one_of,
     parse_listen,
@@ -97,9 +98,12 @@ pub struct SourceArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "load_module", help_heading = "Snapshot")]
     pub from_file: Option<PathBuf>,
 
-    /// Never have the primary fork for a snapshot: it comes from --from-file, from the source of
-    /// --standby-of, or by `--module-capture sweep`. Where
-    /// that cannot be, replicas wait, and the log says why.
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub bases: BaseArgs,
+
+    /// Never have the primary fork for a snapshot: it comes from --from-file, from --base, from the source of
+    /// --standby-of, or by `--module-capture sweep`. Where that cannot be, replicas wait, and the log says why.
     #[arg(long, help_heading = "Snapshot")]
     pub no_fork: bool,
 
@@ -422,6 +426,7 @@ impl SourceArgs {
             },
             eager: self.eager,
             file: self.from_file.clone().map(|path| SourceFile { path, open: open_file }),
+            stored: self.bases.stored(),
             no_fork: self.no_fork,
             first: self.standby_of.clone(),
             fork_after: self.fork_after,
@@ -480,6 +485,8 @@ Examples:
       --security mtls --cert source.pem --key source.key --ca ca.pem
   With the snapshot from a file, and the stream behind it from the primary:
     remora source --server redis://10.0.0.5:6379 --token-file token --from-file dump.rdb
+  With the newest backup as the base, as long as the primary continues behind it:
+    remora source --server redis://10.0.0.5:6379 --token-file token --base s3://backups/orders
   As the standby of the source on another host, without a fork:
     remora source --server redis://10.0.0.5:6379 --listen 10.0.0.6:7379 --token-file token \\
       --standby-of 10.0.0.5:7379 --no-fork

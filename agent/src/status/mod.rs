@@ -136,6 +136,7 @@ pub(crate) fn table(report: &StatusReport) -> String {
         None => text.push_str(&format!("snapshot   {}\n", view::no_snapshot(report).join("; "))),
         Some(generation) => describe(generation, report.saving, &mut text),
     }
+    text.push_str(&format!("base       {}\n", view::base(&report.base).join(", ")));
     text.push_str(&format!("so far     {}\n", view::totals(report).join(", ")));
     if let Some(upload) = view::measured_upload(report) {
         text.push_str(&format!("upload     {}\n", view::upload(upload).join(", ")));

@@ -57,6 +57,7 @@ impl Dispatcher for Pretender {
             server: "redis://unknown".into(),
             role: "no role".into(),
             generation: None,
+            base: remora_protocol::Base::default(),
             preparing: String::new(),
             saving: None,
             replicas: Vec::new(),

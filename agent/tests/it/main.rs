@@ -7,6 +7,7 @@ mod kit;
 mod attend;
 mod attend_sources;
 mod backup;
+mod bases;
 mod broken;
 mod by_file;
 mod certificates;

@@ -89,25 +89,9 @@ impl Archived {
     /// # Errors
     /// An object is missing or damaged, the store cannot be read, or the folder has no room.
     pub(super) fn fetch(&self, until: Option<Moment>, into: &Path) -> Result<Found, Failure> {
-        let name = &self.manifest.name;
-        let stored = self.manifest.stored.as_ref().ok_or_else(|| missing(&*self.store, name))?;
-        let crc = u64::from_str_radix(&stored.crc64, 16).map_err(|_| {
-            Failure::refused(format!("the manifest of {} is damaged: its crc64", self.store.address(name)))
-        })?;
-        if let (Some(format), None) = (&stored.encryption, &self.identities) {
-            let text = format!("{} is encrypted ({format})", self.store.address(name));
-            return Err(Failure::refused(format!("{text}: name the file with your identity by --identity")));
-        }
-        let base = Expected { key: stored.object.clone(), bytes: stored.bytes, crc };
+        let base = self.base()?;
         if self.manifest.kind == Kind::Snapshot {
-            let to = into.join("dump.rdb");
-            free_space::check("the backup", into, base.bytes)?;
-            let meter = Meter::start("fetched", Unit::Bytes, Some(base.bytes));
-            self.object(&base, &to, &meter)?;
-            meter.finish();
-            // So that the snapshot is compared with what was noted of it, too.
-            self.manifest.write(&to.with_extension("json"))?;
-            return Ok(Found::Snapshot(to));
+            return Ok(Found::Snapshot(self.fetch_snapshot(into)?));
         }
         // Before anything is fetched: what is missing is known by then.
         let mut wanted = self.segments()?;
@@ -131,6 +115,38 @@ impl Archived {
         fs::write(folder.join("appendonly.aof.manifest"), checked_list(&List { files })).map_err(failed)?;
         self.manifest.write(&into.join(IN_FOLDER))?;
         AofFolder::at(&folder)?.map(Found::Folder).ok_or_else(|| failed(io::Error::other("its list is missing")))
+    }
+
+    /// Fetches its snapshot into a folder of this host, whatever commands there are since.
+    ///
+    /// # Errors
+    /// As [`Archived::fetch`].
+    pub(super) fn fetch_snapshot(&self, into: &Path) -> Result<PathBuf, Failure> {
+        let (base, to) = (self.base()?, into.join("dump.rdb"));
+        free_space::check("the backup", into, base.bytes)?;
+        let meter = Meter::start("fetched", Unit::Bytes, Some(base.bytes));
+        self.object(&base, &to, &meter)?;
+        meter.finish();
+        // So that it is compared with what was noted of it, too.
+        self.manifest.of_the_snapshot().write(&to.with_extension("json"))?;
+        Ok(to)
+    }
+
+    /// The object with its snapshot.
+    ///
+    /// # Errors
+    /// The manifest does not name it, or it is encrypted and nothing is given that opens it.
+    fn base(&self) -> Result<Expected, Failure> {
+        let name = &self.manifest.name;
+        let stored = self.manifest.stored.as_ref().ok_or_else(|| missing(&*self.store, name))?;
+        let crc = u64::from_str_radix(&stored.crc64, 16).map_err(|_| {
+            Failure::refused(format!("the manifest of {} is damaged: its crc64", self.store.address(name)))
+        })?;
+        if let (Some(format), None) = (&stored.encryption, &self.identities) {
+            let text = format!("{} is encrypted ({format})", self.store.address(name));
+            return Err(Failure::refused(format!("{text}: name the file with your identity by --identity")));
+        }
+        Ok(Expected { key: stored.object.clone(), bytes: stored.bytes, crc })
     }
 
     /// All segments that are counted.

@@ -7,10 +7,12 @@
 //! ```
 //!
 //! - `archived`: the files of a backup in a bucket, or another archive.
+//! - `bases`: what a source can make a snapshot of.
 //! - `commands`: append-only files, read to their end or to a moment.
 //! - This file: what there is at a path (`Found`), and the files for a server.
 
 mod archived;
+mod bases;
 mod commands;
 
 use std::collections::BTreeMap;
@@ -26,6 +28,7 @@ use serde::Serialize;
 use tempfile::TempDir;
 
 use self::archived::Archived;
+pub use self::bases::Places;
 use self::commands::Commands;
 use crate::commands_file;
 use crate::manifest::{Damaged, IN_FOLDER, Kind, Manifest as About, checked_snapshot, newest_until};

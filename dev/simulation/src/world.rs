@@ -595,6 +595,8 @@ pub(super) fn event_name(event: &CaptureEvent) -> &'static str {
         CaptureEvent::Forked { .. } => "forked",
         CaptureEvent::Started { .. } => "started",
         CaptureEvent::Completed { .. } => "completed",
+        CaptureEvent::FromBase { .. } => "from a base",
+        CaptureEvent::BaseTried { .. } => "base tried",
         CaptureEvent::ModuleFailed => "module failed",
         CaptureEvent::SweepFailed => "sweep failed",
         CaptureEvent::Failed { .. } => "failed",

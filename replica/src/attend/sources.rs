@@ -52,7 +52,7 @@ impl Answered {
             "" => Ok(()),
             why => {
                 let text = format!("the source {} cannot serve: {why}", self.options.read.source);
-                let is_refused = self.plan.terms.is_some_and(|terms| terms.is_refused);
+                let is_refused = self.plan.terms.as_ref().is_some_and(|terms| terms.is_refused);
                 Err(Failure::new(Code::Source, text).that_passes(!is_refused))
             }
         }

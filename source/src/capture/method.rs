@@ -28,11 +28,20 @@ pub(crate) enum Method {
     Swept,
     /// It is a copy of another source's.
     Copied,
+    /// It comes from a backup or a file.
+    Stored,
 }
 
 impl Method {
-    pub(crate) const ALL: [Method; 6] =
-        [Method::Psync, Method::Eased, Method::Walked, Method::FastWalked, Method::Swept, Method::Copied];
+    pub(crate) const ALL: [Method; 7] = [
+        Method::Psync,
+        Method::Eased,
+        Method::Walked,
+        Method::FastWalked,
+        Method::Swept,
+        Method::Copied,
+        Method::Stored,
+    ];
 }
 
 impl fmt::Display for Method {
@@ -44,6 +53,7 @@ impl fmt::Display for Method {
             Method::FastWalked => "the module, fast keys",
             Method::Swept => "the module, without a fork",
             Method::Copied => "a copy of another source's",
+            Method::Stored => "reading a stored one",
         })
     }
 }

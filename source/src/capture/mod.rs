@@ -33,6 +33,7 @@
 //! - `snapshot`: the snapshot's bytes, as the server sends them or from a file, and the thread that seals them.
 //! - `with_module`: the other way, in which the server's child writes into the table, and the server the rest.
 //! - `copied`: a third way, in which the snapshot is a copy of another source's.
+//! - `stored`: which way is tried first, and a snapshot from a backup or a file.
 //! - `sweep`: a way without a fork, in which the module writes all of it and sends it to the capture.
 //! - `stream`: the stream behind it, into the journals.
 //! - `psync_link` drives every handshake, on a connection that owns what was read ahead of it. Its `Pieces` stand
@@ -44,6 +45,7 @@ pub(crate) mod psync_link;
 #[cfg(test)]
 mod scripted;
 mod snapshot;
+mod stored;
 mod stream;
 mod sweep;
 mod with_module;
@@ -64,6 +66,7 @@ pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
 use self::psync_link::Silence;
 pub use self::snapshot::Intake;
 pub(crate) use self::snapshot::SnapshotFile;
+pub(crate) use self::stored::{Tried, candidate, of_the_server};
 pub(crate) use self::stream::Journal;
 pub use self::stream::Written;
 use self::stream::{Follower, Following};
@@ -73,6 +76,7 @@ use crate::presence::Presence;
 use crate::server_settings::{REMEDY, Tuning};
 use crate::tables::{RemoteTable, SealedTable};
 use remora_base::units::Size;
+use remora_process::stored::Stored;
 use remora_server::own_changes::why_not_as_its_primary;
 use remora_server::{OutputLimit, Server, ServerError, Task, refusals};
 
@@ -191,6 +195,12 @@ pub(crate) struct Plan {
     pub(crate) server: Server,
     /// The file that has the snapshot. `None`: the server takes it.
     pub(crate) file: Option<Arc<SnapshotFile>>,
+    /// Backups and files of which the snapshot can be made.
+    pub(crate) stored: Option<Arc<dyn Stored>>,
+    /// Those that were tried lately.
+    pub(crate) tried: Tried,
+    /// Bytes of the stream that the journal can hold.
+    pub(crate) journal_bytes: u64,
     /// The other source whose snapshot is copied. `None`: none is.
     pub(crate) first: Option<Arc<Offered>>,
     /// What is changed at the server until it has forked.
@@ -250,6 +260,10 @@ pub enum CaptureEvent {
     Started { generation: u64, replid: ReplId, offset: u64 },
     /// The snapshot is complete.
     Completed { generation: u64, bytes: u64 },
+    /// The snapshot that begins is made of what is stored there, which is so old.
+    FromBase { generation: u64, place: String, age: Duration },
+    /// What is stored there up to that byte has served, or is of no use.
+    BaseTried { place: String, offset: u64 },
     /// The module in the server may be the cause of the failure that follows.
     ModuleFailed,
     /// A sweep of the server has ended before its end: that is the failure that follows.
@@ -294,6 +308,9 @@ pub enum CaptureError {
     /// The snapshot's file cannot be used, or the server does not continue behind it.
     #[error("{0}")]
     File(String),
+    /// What was stored cannot be read to its end. Another attempt follows with another base.
+    #[error("{0}")]
+    Base(String),
     /// The snapshot of the first source cannot be copied. Another attempt follows with another offer.
     #[error("the copy of the first source's snapshot: {0}")]
     First(String),
@@ -346,6 +363,7 @@ impl CaptureError {
             | CaptureError::ServerEnds
             | CaptureError::Module(_)
             | CaptureError::NeedsFork(_)
+            | CaptureError::Base(_)
             | CaptureError::First(_)
             | CaptureError::Panicked(_)
             | CaptureError::HistoryChanged { .. } => true,

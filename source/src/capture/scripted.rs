@@ -22,7 +22,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::method::ModuleRules;
 use super::psync_link::{Received, Socket};
-use super::{Capture, CaptureError, CaptureEvent, Plan, TICK};
+use super::{Capture, CaptureError, CaptureEvent, Plan, TICK, Tried};
 use crate::captured::Captured;
 use crate::gauge::Gauge;
 use crate::options::{Compress, ModuleCapture, TuningOptions};
@@ -113,6 +113,9 @@ impl Rig {
             is_examined: false,
             server,
             file: None,
+            stored: None,
+            tried: Tried::default(),
+            journal_bytes: 1 << 20,
             first: None,
             tuning: Arc::new(Tuning::new(&TuningOptions::default())),
             reader_version: None,

@@ -21,6 +21,7 @@ use crate::compression::{Policy, Processors, World};
 use crate::gauge::Gauge;
 use crate::options::Compress;
 use crate::server_settings::OutputBuffer;
+use remora_base::moment::Moment;
 use remora_base::mutation::Mutation;
 use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
@@ -550,10 +551,16 @@ const A_DAY: Duration = Duration::from_secs(24 * 3600);
 impl Capture {
     /// Takes the snapshot from a file, and the stream behind it from the server.
     pub(super) fn take_file(&self, file: &SnapshotFile) -> Result<Following, CaptureError> {
+        let opened = self.open_file(file)?;
+        self.take_opened(file, opened)
+    }
+
+    /// Opens a file, and the stream behind it, unless another capture follows that.
+    pub(super) fn open_file(&self, file: &SnapshotFile) -> Result<OpenedFile, CaptureError> {
         let SnapshotFile { path, replid, offset, .. } = file;
         let unreadable =
             |error: std::io::Error| CaptureError::File(format!("{} cannot be read: {error}", path.display()));
-        let mut input = File::open(path).map_err(unreadable)?;
+        let input = File::open(path).map_err(unreadable)?;
         let (first, _) = self.plan.gauge.journal();
         let socket = match self.plan.journal {
             // Another capture follows the stream.
@@ -581,6 +588,13 @@ impl Capture {
                 Some(link.into_socket())
             }
         };
+        Ok(OpenedFile { input, socket })
+    }
+
+    /// Takes the snapshot from a file that is open.
+    pub(super) fn take_opened(&self, file: &SnapshotFile, opened: OpenedFile) -> Result<Following, CaptureError> {
+        let OpenedFile { mut input, socket } = opened;
+        let SnapshotFile { replid, offset, .. } = file;
         let (memory, geometry) = &self.plan.snapshot;
         let identity = self.identity(Kind::Snapshot, *replid, *offset);
         let writer = SnapshotWriter::create(memory.clone(), *geometry, identity, 0)?;
@@ -602,6 +616,13 @@ impl Capture {
             taking.complete(0)
         })
     }
+}
+
+/// A file that is open, and what comes behind it.
+pub(super) struct OpenedFile {
+    input: File,
+    /// `None` if another capture follows the stream.
+    socket: Option<Socket>,
 }
 
 /// A time before anything that still plays a part. A host that has just started has no such time: then its first one,
@@ -643,6 +664,8 @@ pub(crate) struct SnapshotFile {
     /// The last byte of the stream that it holds.
     pub(super) offset: u64,
     pub(super) bytes: u64,
+    /// When it was taken.
+    taken: Moment,
 }
 
 impl SnapshotFile {
@@ -658,7 +681,27 @@ impl SnapshotFile {
                 path.display()
             )));
         };
-        Ok(SnapshotFile { path: path.to_owned(), replid, offset: rdb.offset, bytes: rdb.bytes })
+        Ok(SnapshotFile { path: path.to_owned(), replid, offset: rdb.offset, bytes: rdb.bytes, taken: rdb.taken })
+    }
+
+    /// When it was taken.
+    pub(crate) fn taken(&self) -> Moment {
+        self.taken
+    }
+
+    /// Where it is, for people.
+    pub(crate) fn place(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    /// The history that it belongs to.
+    pub(crate) fn history(&self) -> ReplId {
+        self.replid
+    }
+
+    /// The last byte of the stream that it holds.
+    pub(crate) fn offset(&self) -> u64 {
+        self.offset
     }
 
     /// Whether the server would continue behind it, with room for what it writes in the meantime.

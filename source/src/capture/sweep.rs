@@ -45,10 +45,6 @@ struct Moment {
 impl Capture {
     /// Takes the snapshot by a sweep.
     pub(super) fn sweep(&self) -> Result<Following, ModuleError> {
-        // Without a fork there is no other way, and the machine pauses between two attempts.
-        if self.plan.sweep_failed_lately && !self.plan.no_fork {
-            return Err(before("a sweep failed a short time ago"));
-        }
         let moment = self.begin_sweep().map_err(untouched)?;
         let stream = self.stream_behind(&moment).map_err(untouched)?;
         let Moment { replid, offset, began, records } = moment;

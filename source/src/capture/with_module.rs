@@ -78,8 +78,7 @@ struct Chosen {
 }
 
 impl Capture {
-    /// Takes the snapshot in the best way that the server offers: with the module if it has one that may be used,
-    /// otherwise as the server sends it to replicas.
+    /// Takes the snapshot in the best way that there is: as a copy, from what is stored, or from the server.
     pub(super) fn take_snapshot(&self) -> Result<Following, CaptureError> {
         (self.plan.prepare)();
         let claim = self.claim()?;
@@ -92,21 +91,13 @@ impl Capture {
         if let Some(file) = &self.plan.file {
             return self.take_file(file);
         }
-        if self.plan.module.choice == ModuleCapture::Sweep {
-            match self.sweep() {
-                Ok(done) => return Ok(done),
-                Err(ModuleError::BeforeSnapshot(why)) if self.plan.no_fork => return Err(CaptureError::NeedsFork(why)),
-                Err(ModuleError::BeforeSnapshot(why)) => {
-                    tracing::warn!(%why, "the server is not swept; its fork takes the snapshot");
-                }
-                Err(ModuleError::Final(error)) => {
-                    if matches!(error, CaptureError::Module(_)) {
-                        self.report(CaptureEvent::SweepFailed);
-                    }
-                    return Err(error);
-                }
-            }
-        }
+        self.take_best(|| self.take_by_a_fork(claim))
+    }
+
+    /// Takes the snapshot from the server, which forks for it.
+    fn take_by_a_fork(&self, claim: Claim) -> Result<Following, CaptureError> {
+        let gauge = &self.plan.gauge;
+        gauge.set_method(Method::Psync);
         self.wait_for(async {
             self.plan.tuning.change(&self.plan.server).await;
             Ok(())

@@ -279,7 +279,11 @@ impl Machine {
             CaptureEvent::Failed { generation, error } => {
                 self.capture_failed(now, generation, &error, actions);
             }
-            CaptureEvent::ModuleFailed | CaptureEvent::SweepFailed | CaptureEvent::StreamResumed => {}
+            CaptureEvent::FromBase { .. }
+            | CaptureEvent::BaseTried { .. }
+            | CaptureEvent::ModuleFailed
+            | CaptureEvent::SweepFailed
+            | CaptureEvent::StreamResumed => {}
             CaptureEvent::HistoryChanged { generation, from, to, at } => {
                 self.history_changed(now, generation, (from, to), at, actions);
             }

@@ -15,7 +15,7 @@ use remora_lab::contents::Contents;
 use remora_lab::server::wait_until;
 use remora_lab::tls::Tls;
 use remora_lab::workload::fill_every_type;
-use remora_lab::{Agent, Kind, require, scratch};
+use remora_lab::{Agent, Kind, assert_same_data, require, scratch};
 use rustix::process::Signal;
 use rustls::ServerConfig;
 use rustls::pki_types::pem::PemObject;
@@ -30,7 +30,7 @@ use tokio::runtime::Runtime;
 use tokio_rustls::TlsAcceptor;
 
 use super::{ALWAYS_NEW, assert_holds, json, load, next_second, now, wait_for_lines};
-use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, says, steady_writer, strs};
+use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, quick, says, steady_writer, strs};
 
 /// A scene and a store, and the options that the commands have in common.
 struct Place {
@@ -111,6 +111,40 @@ impl Place {
             let left: Vec<_> = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name()).collect();
             assert!(left.is_empty(), "{left:?} in {}", folder.display());
         }
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_source_makes_its_snapshot_of_the_newest_backup_and_nothing_forks() {
+    for kind in require::kinds() {
+        let server = primary(kind).start().unwrap();
+        fill(&server, 4, 1);
+        fill_every_type(&mut server.client().unwrap(), 1).unwrap();
+        let place = Place::new(Scene::new(server, &ALWAYS_NEW));
+        let primary = &place.scene.primary;
+        ends(&mut place.backup(&[]), 0);
+        place.scene.set(1, "behind the first one");
+        next_second();
+        next_second();
+        // The second one is in a folder.
+        let (folder, spool) = (place.scene.stage.path("backups"), place.scene.stage.path("spool"));
+        ends(&mut place.scene.start("backup", &folder, &[]), 0);
+        place.scene.set(2, "behind both");
+        for at in [place.store.url(), folder] {
+            let options = ["--base", &at, "--base-spool", &spool, "--no-fork", "--repeat-messages", "1h"];
+            let before = number(primary, "total_forks");
+            let more = [&strs(&place.options), &options[..]].concat();
+            let source = place.scene.stage.source(&primary.url(), &more);
+            let told = source.wait_for_status("a backup", |status| status["base"]["kind"] == "backup");
+            says(told["base"]["place"].as_str().unwrap(), &[&at]);
+            let joiner = quick(kind).start().unwrap();
+            source.replicate(&joiner, &[]);
+            assert_same_data(primary, &joiner);
+            assert_eq!(number(primary, "total_forks"), before, "{kind}: {}", primary.log());
+            source.stop();
+        }
+        place.assert_no_data_in_spool();
     }
 }
 

@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use age::secrecy::ExposeSecret;
 use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
-use remora_lab::{Agent, Kind, require};
+use remora_lab::{Agent, Kind, assert_same_data, require};
 use rustix::process::Signal;
 
 use super::bucket::Store;
 use super::{ALWAYS_NEW, assert_holds, json, load, next_second};
-use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, says, steady_writer, strs};
+use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, quick, says, steady_writer, strs};
 
 /// Text that is in the data, and nowhere in what is stored.
 const SECRET: &str = "a secret that is in the primary alone";
@@ -91,6 +91,40 @@ impl Place {
             let has_secret = bytes.windows(SECRET.len()).any(|part| part == SECRET.as_bytes());
             assert!(!has_secret, "{} has it in plain", file.display());
         }
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_source_makes_its_snapshot_of_an_encrypted_backup_if_it_can_open_it() {
+    for (kind, in_bucket) in require::kinds().into_iter().flat_map(|kind| [(kind, true), (kind, false)]) {
+        let server = primary(kind).start().unwrap();
+        fill(&server, 4, 1);
+        let place = Place::new(Scene::new(server, &[]), in_bucket);
+        let primary = &place.scene.primary;
+        let mut backup = place.backup(&["--journal", "--segment-every", "1s"]);
+        backup.wait_for_line("the commands since are recorded", LONG).unwrap();
+        place.scene.set(1, "behind it");
+        let before = number(primary, "total_forks");
+        let (at, spool) = (place.url(), place.scene.stage.path("spool"));
+        let options = ["--base", &at, "--base-spool", &spool, "--no-fork", "--repeat-messages", "1h"];
+        let open = [&strs(&place.options), &options[..], &["--base-identity", &place.keys.identity]].concat();
+        let source = place.scene.stage.source(&primary.url(), &open);
+        let joiner = quick(kind).start().unwrap();
+        source.replicate(&joiner, &[]);
+        assert_same_data(primary, &joiner);
+        source.stop();
+        // Without the identity it is passed over, and the primary does not fork.
+        let mut source = place.scene.stage.source(&primary.url(), &[&strs(&place.options), &options[..]].concat());
+        let late = quick(kind).start().unwrap();
+        let mut agent = source.replica(&late, &["--retry-for", "30s"]);
+        source.agent.wait_for_line("no snapshot without a fork (--no-fork)", LONG).unwrap();
+        says(&source.agent.output(), &["no snapshot comes from", "is encrypted"]);
+        agent.signal(Signal::TERM).unwrap();
+        agent.wait(LONG).unwrap();
+        assert_eq!(number(primary, "total_forks"), before, "{kind}: {}", primary.log());
+        backup.signal(Signal::TERM).unwrap();
+        ends(&mut backup, 0);
     }
 }
 

@@ -1,0 +1,169 @@
+//! Bases: what a source can make a snapshot of, of the backups and files that it is told.
+//!
+//! ```text
+//!   a file            ── its head ─────────────▶ where in which history, how old
+//!   a folder          ── dump.rdb, backups ────▶ the same of the newest one      ── chosen ──▶ all of it is read
+//!   s3://…, a folder of objects ── manifests ──▶ the same                        ── chosen ──▶ fetched, read
+//! ```
+//!
+//! A look reads heads and manifests only. A backup with commands counts by its snapshot: its files of commands leave
+//! out what has no effect on data, so they are not the bytes of the stream that a replica would have to get.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use remora_protocol::BaseKind;
+
+use super::archived::Archived;
+use super::folder_for;
+use crate::manifest::{Damaged, Kind, Manifest, checked_snapshot};
+use crate::options::{Location, RestoreOptions, StoreOptions};
+use crate::shelf;
+use remora_process::exit::Failure;
+use remora_process::stored::{Found, Opened, Stored, StoredHead, head_of};
+
+/// How long a store that cannot be reached is tried again: replicas wait meanwhile, and there may be another base.
+const RETRY_FOR: Duration = Duration::from_secs(5);
+
+/// The servers' default name of the file of a snapshot.
+const DUMP: &str = "dump.rdb";
+
+/// The snapshot of a backup with commands, in its folder.
+const BASE: &str = "appendonlydir/appendonly.aof.1.base.rdb";
+
+/// The places at which backups and files are looked for.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// Files, folders and buckets.
+    pub at: Vec<Location>,
+    /// How buckets are reached.
+    pub store: StoreOptions,
+    /// The file that opens encrypted backups.
+    pub identity: Option<PathBuf>,
+    /// The folder in which a backup is kept that was fetched, until the source has read it.
+    pub spool: PathBuf,
+}
+
+/// A backup or a file at one place.
+enum Base {
+    File { path: PathBuf, kind: BaseKind, head: StoredHead },
+    Archived(Box<Archived>),
+}
+
+impl Stored for Places {
+    fn look(&self) -> Vec<Found> {
+        self.at.iter().flat_map(|at| self.look_at(at)).collect()
+    }
+
+    fn open(&self, found: &Found) -> Result<Opened, Failure> {
+        for at in &self.at {
+            let bases = self.bases_at(at).unwrap_or_default();
+            if let Some(base) = bases.into_iter().find(|base| base.place() == found.place) {
+                return self.open_base(base);
+            }
+        }
+        Err(Failure::refused(format!("{} is not there any more", found.place)))
+    }
+}
+
+impl Places {
+    fn look_at(&self, at: &Location) -> Vec<Found> {
+        let unusable = |why: String| {
+            let kind = if matches!(at, Location::Bucket { .. }) { BaseKind::Backup } else { BaseKind::File };
+            vec![Found { kind, place: at.to_string(), head: Err(why) }]
+        };
+        match self.bases_at(at) {
+            Err(why) => unusable(why),
+            Ok(bases) if bases.is_empty() => unusable("there is neither a backup nor dump.rdb".to_owned()),
+            Ok(bases) => bases.iter().map(Base::found).collect(),
+        }
+    }
+
+    /// What there is at this place: the newest backup, and the file that a server has saved.
+    ///
+    /// # Errors
+    /// Why it cannot be used, as the end of a sentence.
+    fn bases_at(&self, at: &Location) -> Result<Vec<Base>, String> {
+        let mut all = Vec::new();
+        if let Location::Path(path) = at {
+            if !path.is_dir() {
+                return Ok(vec![Base::of_file(path, BaseKind::File)?]);
+            }
+            let dump = path.join(DUMP);
+            if dump.is_file() {
+                all.push(Base::of_file(&dump, BaseKind::File)?);
+            }
+            let backups = shelf::list(path, Damaged::Skipped).map_err(|failure| failure.to_string())?;
+            if let Some(newest) = backups.into_iter().next_back() {
+                let is_file = newest.manifest.kind == Kind::Snapshot;
+                let path = if is_file { newest.path } else { newest.path.join(BASE) };
+                let head = of_manifest(&newest.manifest)?;
+                all.push(Base::File { path, kind: BaseKind::Backup, head });
+                return Ok(all);
+            }
+        }
+        let options = self.options(at);
+        match Archived::find(&options) {
+            Ok(archived) => all.extend(archived.map(|archived| Base::Archived(Box::new(archived)))),
+            // A folder of a server has no backups.
+            Err(_) if !all.is_empty() => {}
+            Err(failure) => return Err(failure.to_string()),
+        }
+        Ok(all)
+    }
+
+    fn options(&self, at: &Location) -> RestoreOptions {
+        RestoreOptions {
+            store: self.store.clone(),
+            identity: self.identity.clone(),
+            spool: self.spool.clone(),
+            retry_for: RETRY_FOR,
+            ..RestoreOptions::new(at.clone())
+        }
+    }
+
+    fn open_base(&self, base: Base) -> Result<Opened, Failure> {
+        match base {
+            Base::File { path, .. } => {
+                let rdb = checked_snapshot(&path)?;
+                Ok(Opened { path, rdb, keeps: None })
+            }
+            Base::Archived(archived) => {
+                let beside = folder_for(&self.options(&Location::Path(PathBuf::new())))?;
+                let path = archived.fetch_snapshot(beside.path())?;
+                let rdb = checked_snapshot(&path)?;
+                Ok(Opened { path, rdb, keeps: Some(Box::new(beside)) })
+            }
+        }
+    }
+}
+
+impl Base {
+    fn of_file(path: &Path, kind: BaseKind) -> Result<Base, String> {
+        Ok(Base::File { path: path.to_owned(), kind, head: head_of(path)? })
+    }
+
+    fn place(&self) -> String {
+        match self {
+            Base::File { path, .. } => path.display().to_string(),
+            Base::Archived(archived) => archived.address().display().to_string(),
+        }
+    }
+
+    fn found(&self) -> Found {
+        let (kind, head) = match self {
+            Base::File { kind, head, .. } => (*kind, Ok(*head)),
+            Base::Archived(archived) => (BaseKind::Backup, of_manifest(&archived.manifest)),
+        };
+        Found { kind, place: self.place(), head }
+    }
+}
+
+/// What a manifest says of a backup's snapshot.
+fn of_manifest(manifest: &Manifest) -> Result<StoredHead, String> {
+    let history = manifest.replid.parse().map_err(|_| {
+        "its manifest does not say to which replication history it belongs (repl-id, repl-offset)".to_owned()
+    })?;
+    let (offset, taken, version) = (manifest.offset, manifest.taken_seconds, manifest.rdb_version);
+    Ok(StoredHead { history, offset, taken, version })
+}
