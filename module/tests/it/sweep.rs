@@ -799,4 +799,48 @@ mod by_command {
             }
         }
     }
+
+    /// A folder with the sources of Redis 7.0 (`dev/judge/setup` unpacks them), whose `src` has links to its programs.
+    const SUITE: &str = "REMORA_SUITE";
+
+    /// Files of the suite: all of `unit/type` by default, with spaces between.
+    const FILES: &str = "REMORA_SUITE_FILES";
+    const TYPES: [&str; 10] =
+        ["string", "incr", "list", "list-2", "list-3", "hash", "set", "zset", "stream", "stream-cgroups"];
+
+    /// Redis' own tests pass on a server that is swept all the time.
+    #[test]
+    #[ignore = "needs a folder: REMORA_SUITE"]
+    fn the_servers_own_tests_pass_beside_sweeps() {
+        let suite = std::env::var(SUITE).expect(SUITE);
+        let files = std::env::var(FILES).unwrap_or_else(|_| TYPES.map(|name| format!("unit/type/{name}")).join(" "));
+        let (server, replica) = with_backlog(Kind::Redis7);
+        drop(replica);
+        let port = server.port().to_string();
+        let mut tests = std::process::Command::new("tclsh");
+        tests.current_dir(suite).args(["tests/test_helper.tcl", "--host", "127.0.0.1", "--port", &port]);
+        tests.args(files.split(' ').flat_map(|file| ["--single", file]));
+        let mut tests = tests.spawn().unwrap();
+        let (mut done, mut ended, mut refused) =
+            (0_u64, BTreeMap::<String, u64>::new(), BTreeMap::<String, u64>::new());
+        let passed = loop {
+            if let Some(status) = tests.try_wait().unwrap() {
+                break status.success();
+            }
+            match begin(&server).map(snapshot) {
+                Ok(Some(_)) => done += 1,
+                Ok(None) => {
+                    let mut why = server.fact("remora_sweep_error").unwrap();
+                    why.truncate(60);
+                    *ended.entry(why).or_default() += 1;
+                }
+                Err(error) => {
+                    *refused.entry(error.to_string()).or_default() += 1;
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+        };
+        println!("whole sweeps: {done}\nended: {ended:#?}\nnot begun: {refused:#?}");
+        assert!(passed && done > 0);
+    }
 }
