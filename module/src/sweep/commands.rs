@@ -65,6 +65,15 @@ pub(super) fn touch<'w>(count: usize, word: impl Fn(usize) -> Option<&'w [u8]>) 
         let end = if is(b"lpop") { End::Head } else { End::Tail };
         let elements = word(2).map_or(Some(1), |elements| std::str::from_utf8(elements).ok()?.parse().ok());
         elements.filter(|_| count <= 3).map_or(Touch::All, |elements| Touch::Pop(end, elements))
+    } else if is(b"append") {
+        Touch::Append
+    } else if any(&[b"setrange", b"setbit"]) {
+        let from = word(2).and_then(|from| std::str::from_utf8(from).ok()?.parse::<u64>().ok());
+        let write = |from: u64| {
+            let bytes = word(3).map_or(0, |bytes| bytes.len() as u64);
+            if is(b"setbit") { Touch::Write { from: from / 8, bytes: 1 } } else { Touch::Write { from, bytes } }
+        };
+        from.map_or(Touch::All, write)
     } else if is(b"blpop") {
         Touch::Pop(End::Head, 1)
     } else if is(b"brpop") {
@@ -294,9 +303,21 @@ mod tests {
         assert_eq!(of("zadd k NX 1 m"), Touch::Elements { first: 2, step: 1 });
         assert_eq!((of("RPUSH k v"), of("rpop k")), (Touch::Push, Touch::Pop(End::Tail, 1)));
         assert_eq!((of("LPOP k 7"), of("blpop k l 0")), (Touch::Pop(End::Head, 7), Touch::Pop(End::Head, 1)));
-        for line in
-            ["del k", "lpop k x", "lpop k -1", "lmove k l LEFT LEFT", "spop k", "hsetex k FIELDS 1 f v", "sort k"]
-        {
+        assert_eq!((of("APPEND k v"), of("setbit k 17 1")), (Touch::Append, Touch::Write { from: 2, bytes: 1 }));
+        assert_eq!(of("setrange k 17 value"), Touch::Write { from: 17, bytes: 5 });
+        for line in [
+            "set k v",
+            "setrange k -1 v",
+            "setbit k",
+            "bitfield k set u8 0 1",
+            "del k",
+            "lpop k x",
+            "lpop k -1",
+            "lmove k l LEFT LEFT",
+            "spop k",
+            "hsetex k FIELDS 1 f v",
+            "sort k",
+        ] {
             assert_eq!(of(line), Touch::All, "{line}");
         }
     }

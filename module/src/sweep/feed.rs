@@ -12,17 +12,29 @@ use rustix::net::{SendFlags, send};
 pub(super) struct Feed {
     socket: OwnedFd,
     /// Frames that are closed, and parts of such. They move, and are not copied: some have many MiB.
-    closed: VecDeque<Vec<u8>>,
+    closed: VecDeque<Part>,
     /// A frame that is open, or nothing.
     open: Vec<u8>,
-    /// Bytes that are closed and not sent.
+    /// Frames behind a record of which a part is sent and the rest is not there yet.
+    behind: VecDeque<Part>,
+    /// Whether there is such a record.
+    within: bool,
+    /// Bytes that are closed and not sent, but for those behind.
     waiting: usize,
-    /// Those among them that clients had no part in: of large values.
+    /// Bytes behind.
+    held: usize,
+    /// Those among all of them that clients had no part in: of large values.
     large: usize,
     /// Bytes of the first part that are sent.
     sent: usize,
     /// When the agent took something last, or nothing waited.
     moved: Instant,
+}
+
+/// A closed frame, or a part of one.
+struct Part {
+    bytes: Vec<u8>,
+    is_large: bool,
 }
 
 /// Why nothing more can be sent.
@@ -34,12 +46,15 @@ pub(super) enum FeedError {
     Stuck,
     #[error("its agent is slower than the clients' writes: {} MiB wait for it", WAITING_BYTES_MAX >> 20)]
     Slow,
+    #[error("{} MiB of what clients change wait behind a large string that is being sent", WAITING_BYTES_MAX >> 20)]
+    Behind,
 }
 
 impl Feed {
     pub(super) fn new(socket: OwnedFd) -> Feed {
-        let (closed, open) = (VecDeque::new(), Vec::new());
-        Feed { socket, closed, open, waiting: 0, large: 0, sent: 0, moved: Instant::now() }
+        let (closed, open, behind) = (VecDeque::new(), Vec::new(), VecDeque::new());
+        let (within, waiting, held, large, sent, moved) = (false, 0, 0, 0, 0, Instant::now());
+        Feed { socket, closed, open, behind, within, waiting, held, large, sent, moved }
     }
 
     /// Where records are appended.
@@ -57,51 +72,82 @@ impl Feed {
         if bytes == 0 {
             return;
         }
-        self.push(sweep::frame_head(bytes).to_vec());
-        parts.into_iter().filter(|part| !part.is_empty()).for_each(|part| self.push(part));
-        self.large += bytes;
+        self.push(sweep::frame_head(bytes).to_vec(), false);
+        parts.into_iter().filter(|part| !part.is_empty()).for_each(|part| self.push(part, true));
+    }
+
+    /// Closes what was appended so far. The record at its end is not whole: [`Feed::part`] appends the rest, and what
+    /// else is appended meanwhile waits behind it.
+    pub(super) fn begin_parts(&mut self) {
+        self.close();
+        self.within = true;
+    }
+
+    /// Appends parts of the record that is not whole.
+    pub(super) fn part(&mut self, parts: Vec<Vec<u8>>) {
+        self.close();
+        self.within = false;
+        self.large(parts);
+        self.within = true;
+    }
+
+    /// The record is whole now.
+    pub(super) fn end_parts(&mut self) {
+        self.close();
+        self.within = false;
+        self.waiting += std::mem::take(&mut self.held);
+        self.closed.append(&mut self.behind);
     }
 
     /// Appends the mark of a whole snapshot.
     pub(super) fn end(&mut self, keys: u64) {
         self.close();
-        self.push(sweep::end(keys).to_vec());
+        self.push(sweep::end(keys).to_vec(), false);
     }
 
     /// Whether so much waits for the agent that the sweep had better stand still.
     pub(super) fn is_full(&self) -> bool {
-        self.waiting() >= FULL_BYTES
+        let open = if self.within { 0 } else { self.open.len() };
+        self.waiting + open >= FULL_BYTES
     }
 
     /// Fails if more waits than the server should keep, besides large values, which have a bound of their own.
     pub(super) fn check(&self) -> Result<(), FeedError> {
-        let large = self.large.min(self.waiting);
-        if self.waiting() - large > WAITING_BYTES_MAX { Err(FeedError::Slow) } else { Ok(()) }
+        let too_much = if self.within { FeedError::Behind } else { FeedError::Slow };
+        if self.waiting() - self.large > WAITING_BYTES_MAX { Err(too_much) } else { Ok(()) }
     }
 
     /// Bytes of large values that wait.
     pub(super) fn large_bytes(&self) -> usize {
-        self.large.min(self.waiting)
+        self.large
     }
 
-    /// Sends what the socket takes at once. True if nothing is left.
-    pub(super) fn send(&mut self) -> Result<bool, FeedError> {
+    /// Sends what the socket takes at once, until then. True if nothing is left.
+    pub(super) fn send(&mut self, until: Instant) -> Result<bool, FeedError> {
         self.close();
+        let mut late = false;
         loop {
-            let Some(left) = self.closed.front().and_then(|first| first.get(self.sent..)) else {
-                (self.sent, self.large, self.moved) = (0, 0, Instant::now());
-                return Ok(true);
+            let first = self.closed.front();
+            let is_large = first.is_some_and(|first| first.is_large);
+            let Some(left) = first.and_then(|first| first.bytes.get(self.sent..)) else {
+                (self.sent, self.moved) = (0, Instant::now());
+                return Ok(self.behind.is_empty());
             };
             if left.is_empty() {
                 self.closed.pop_front();
                 self.sent = 0;
                 continue;
             }
+            if late {
+                return Ok(false);
+            }
             match send(&self.socket, left, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
                 Ok(sent) => {
                     self.sent += sent;
                     self.waiting = self.waiting.saturating_sub(sent);
+                    self.large -= if is_large { sent } else { 0 };
                     self.moved = Instant::now();
+                    late = self.moved >= until;
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) if self.moved.elapsed() > STUCK_AFTER => return Err(FeedError::Stuck),
@@ -121,16 +167,22 @@ impl Feed {
         if let Some(space) = frame.get_mut(..sweep::HEAD_BYTES) {
             space.copy_from_slice(&sweep::frame_head(length));
         }
-        self.push(frame);
+        self.push(frame, false);
     }
 
-    fn push(&mut self, part: Vec<u8>) {
-        self.waiting += part.len();
-        self.closed.push_back(part);
+    fn push(&mut self, bytes: Vec<u8>, is_large: bool) {
+        let length = bytes.len();
+        self.large += if is_large { length } else { 0 };
+        let (parts, count) = match self.within {
+            true => (&mut self.behind, &mut self.held),
+            false => (&mut self.closed, &mut self.waiting),
+        };
+        parts.push_back(Part { bytes, is_large });
+        *count += length;
     }
 
     fn waiting(&self) -> usize {
-        self.waiting + self.open.len()
+        self.waiting + self.held + self.open.len()
     }
 }
 
@@ -152,6 +204,10 @@ mod tests {
 
     use super::*;
 
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
     #[test]
     fn what_the_socket_does_not_take_is_kept_in_order_and_framed() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
@@ -159,7 +215,7 @@ mod tests {
         let wanted: Vec<u8> = (0..5 << 20).map(|n: u32| (n / 7) as u8).collect();
         for piece in wanted.chunks(100_000) {
             feed.records().extend_from_slice(piece);
-            let _ = feed.send().unwrap();
+            let _ = feed.send(soon()).unwrap();
         }
         assert!(feed.is_full());
         feed.check().unwrap();
@@ -169,7 +225,7 @@ mod tests {
             theirs.read_to_end(&mut bytes).unwrap();
             bytes
         });
-        while !feed.send().unwrap() {}
+        while !feed.send(soon()).unwrap() {}
         drop(feed);
         let (mut frames, mut got, mut keys) = (sweep::Frames::default(), Vec::new(), None);
         for piece in reader.join().unwrap().chunks(1000) {
@@ -188,7 +244,7 @@ mod tests {
         feed.large(vec![vec![]]);
         feed.records().extend_from_slice(b" behind");
         assert_eq!((feed.large_bytes(), feed.is_full()), (40_006, false));
-        assert!(feed.send().unwrap());
+        assert!(feed.send(soon()).unwrap());
         assert_eq!(feed.large_bytes(), 0);
         feed.large(vec![vec![0; WAITING_BYTES_MAX]]);
         feed.records().extend_from_slice(b"a client's");
@@ -204,11 +260,47 @@ mod tests {
     }
 
     #[test]
+    fn what_is_appended_while_a_record_is_sent_in_parts_waits_behind_it() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let mut feed = Feed::new(ours.into());
+        feed.records().extend_from_slice(b"before [");
+        feed.begin_parts();
+        for part in 0..6_u8 {
+            feed.records().extend_from_slice(format!(" client's {part}").as_bytes());
+            feed.part(vec![vec![b'0' + part; 10_000], vec![]]);
+            assert!(!feed.send(soon()).unwrap(), "what is behind it waits");
+            assert_eq!(feed.large_bytes(), 0);
+        }
+        feed.large(vec![b" another".to_vec()]);
+        feed.records().extend_from_slice(&vec![b'x'; FULL_BYTES]);
+        assert!(!feed.is_full(), "the record must go on");
+        feed.check().unwrap();
+        feed.records().extend_from_slice(&vec![b'x'; WAITING_BYTES_MAX]);
+        assert!(matches!(feed.check(), Err(FeedError::Behind)));
+        feed.part(vec![b"]".to_vec()]);
+        feed.end_parts();
+        assert!(feed.is_full());
+        let reader = std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            theirs.read_to_end(&mut bytes).unwrap();
+            bytes
+        });
+        while !feed.send(Instant::now()).unwrap() {}
+        drop(feed);
+        let (mut frames, mut got) = (sweep::Frames::default(), Vec::new());
+        frames.take(&reader.join().unwrap(), |records| got.extend_from_slice(records)).unwrap();
+        let digits: Vec<u8> = (0..6_u8).flat_map(|part| vec![b'0' + part; 10_000]).collect();
+        let clients: String = (0..6).map(|part| format!(" client's {part}")).collect();
+        let wanted = [b"before [", &digits[..], b"]", clients.as_bytes(), b" another"].concat();
+        assert!(got.starts_with(&wanted) && got[wanted.len()..].iter().all(|byte| *byte == b'x'));
+    }
+
+    #[test]
     fn an_empty_frame_is_not_taken_for_the_end() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let mut feed = Feed::new(ours.into());
         let _ = feed.records();
-        assert!(feed.send().unwrap());
+        assert!(feed.send(soon()).unwrap());
         drop(feed);
         let mut bytes = Vec::new();
         theirs.read_to_end(&mut bytes).unwrap();
@@ -221,6 +313,6 @@ mod tests {
         let mut feed = Feed::new(ours.into());
         drop(theirs);
         feed.records().push(1);
-        assert!(matches!(feed.send(), Err(FeedError::Gone(_))));
+        assert!(matches!(feed.send(soon()), Err(FeedError::Gone(_))));
     }
 }

@@ -11,10 +11,16 @@
 //!                 pushes ─▶ front              back ◀─ pushes    the server's events tell at which end, and so where
 //!                                                                the rest has moved to
 //!
+//!   string        ████████▌ · ▒ · · · ▒ · ·   taken from its beginning. Blocks (▒) that a command is about to write into
+//!                                             are kept as they are; what is appended changes nothing of them
+//!
 //!   any other command        the rest is taken at once, if it is not too much
 //! ```
 //!
 //! A value that has expired meanwhile is dropped: the stream removes its key.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use remora_redis::rdb::put_length;
 
@@ -28,12 +34,15 @@ pub(super) enum Shape {
     Hash,
     Set,
     SortedSet,
+    /// Its elements are its bytes.
+    String,
 }
 
 impl Shape {
     /// The type of its record, which is a number of elements, and each of them.
     pub(super) fn record_type(self) -> u8 {
         match self {
+            Shape::String => 0,
             Shape::List => 1,
             Shape::Set => 2,
             Shape::Hash => 4,
@@ -70,6 +79,10 @@ pub(super) enum Touch {
     Push,
     /// Removes at most so many from an end of a list.
     Pop(End, u64),
+    /// Adds to the end of a string.
+    Append,
+    /// Writes into a string: from this byte on, so many.
+    Write { from: u64, bytes: u64 },
     /// Anything.
     All,
 }
@@ -86,6 +99,9 @@ pub(super) trait Value {
 
     /// Shows the element of that number of a list. False if there is none.
     fn at(&mut self, number: i64, show: &mut dyn FnMut(&[u8])) -> bool;
+
+    /// Shows bytes of a string, from this one on. False if it has none there, or fewer.
+    fn bytes(&mut self, from: u64, bytes: u64, show: &mut dyn FnMut(&[u8])) -> bool;
 
     /// The hash of an element's name.
     fn hash(&self, element: &[u8]) -> u64;
@@ -116,6 +132,10 @@ pub(super) enum Lost {
     Element(usize),
     #[error("a client changes all of it, and {0} of its elements are too large to be written in one moment")]
     Rest(u64),
+    #[error("a client changes all of it, and {} KiB of its {} are too much to be copied in one moment", .rest >> 10, .all >> 10)]
+    RestOfString { rest: u64, all: u64 },
+    #[error("it has expired, and a part of it is sent")]
+    Expired,
     #[error("the server showed a score that is no number")]
     Score,
 }
@@ -124,7 +144,20 @@ pub(super) enum Lost {
 pub(super) const MOMENT_ELEMENTS_MAX: u64 = 20_000;
 
 /// The same for their bytes.
-pub(super) const MOMENT_BYTES_MAX: u64 = 4 << 20;
+const MOMENT_BYTES_MAX: u64 = 4 << 20;
+
+/// The same for the bytes of a string, which are copied and nothing else.
+const STRING_MOMENT_BYTES_MAX: u64 = 4 << 20;
+
+/// Bytes of a string that are kept together when a command is about to write into them: some writes in a row have one
+/// copy, and what is remembered of each is little beside it.
+const BLOCK_BYTES: u64 = 4 << 10;
+
+/// Bytes that a block takes besides its own.
+const KEPT_BYTES: usize = 64;
+
+/// Blocks of a string that are taken in one step: some microseconds.
+const BLOCKS_OF_A_STEP: u64 = 16;
 
 /// Bytes of a piece of the record: beyond that another one is begun, so that none is copied while it grows.
 const PIECE_BYTES: usize = 256 << 10;
@@ -146,6 +179,18 @@ pub(super) struct Large {
 enum Way {
     List(Ends),
     Table { course: Course, cursor: u64 },
+    Bytes(Bytes),
+}
+
+/// How far a string is taken.
+#[derive(Clone, Debug)]
+struct Bytes {
+    /// Bytes of a block.
+    block: u64,
+    /// Where the next step begins: a block does.
+    at: u64,
+    /// Blocks ahead, by where they begin, as they were before a command wrote into them.
+    kept: BTreeMap<u64, Vec<u8>>,
 }
 
 /// How far a list is taken from its ends, and where the rest is now.
@@ -193,9 +238,20 @@ impl Taken {
                 Some(score) => piece.extend_from_slice(&score.to_le_bytes()),
                 None => self.wrong = Some(Lost::Score),
             },
-            Shape::List | Shape::Set => {}
+            Shape::List | Shape::Set | Shape::String => {}
         }
         self.bytes += piece.len() - before;
+    }
+
+    /// Bytes of a string.
+    fn put_bytes(&mut self, bytes: &[u8]) {
+        if self.pieces.last().is_none_or(|piece| piece.len() >= PIECE_BYTES) {
+            self.pieces.push(Vec::with_capacity(PIECE_BYTES + PIECE_BYTES / 8));
+        }
+        if let Some(piece) = self.pieces.last_mut() {
+            piece.extend_from_slice(bytes);
+            self.bytes += bytes.len();
+        }
     }
 
     fn put_back(&mut self, element: &[u8]) {
@@ -228,7 +284,13 @@ impl Taken {
 impl Large {
     /// A value of `count` elements, which take some `memory` bytes.
     pub(super) fn new(shape: Shape, count: u64, memory: u64, expires_at: Option<u64>) -> Large {
+        Large::with_blocks(shape, count, memory, expires_at, BLOCK_BYTES)
+    }
+
+    /// The same, and a string has blocks of that length.
+    pub(super) fn with_blocks(shape: Shape, count: u64, memory: u64, expires_at: Option<u64>, block: u64) -> Large {
         let way = match shape {
+            Shape::String => Way::Bytes(Bytes { block, at: 0, kept: BTreeMap::new() }),
             Shape::List => Way::List(Ends { length: count, ..Ends::default() }),
             _ => Way::Table { course: Course::new([(0, count)]), cursor: 0 },
         };
@@ -242,12 +304,30 @@ impl Large {
     }
 
     /// The record's bytes behind the key's name.
-    pub(super) fn into_record(mut self) -> Vec<Vec<u8>> {
+    pub(super) fn into_record(self) -> Vec<Vec<u8>> {
+        let head = self.head();
+        std::iter::once(head).chain(self.into_rest()).collect()
+    }
+
+    /// The first of these bytes: the number of elements.
+    pub(super) fn head(&self) -> Vec<u8> {
         let mut head = Vec::new();
         put_length(&mut head, self.count);
+        head
+    }
+
+    /// The others, but for what [`Large::give`] has given.
+    pub(super) fn into_rest(mut self) -> Vec<Vec<u8>> {
         self.taken.join_back();
         let back = self.taken.back_pieces.into_iter().rev();
-        std::iter::once(head).chain(self.taken.pieces).chain(back).collect()
+        self.taken.pieces.into_iter().chain(back).collect()
+    }
+
+    /// Gives what is taken of a string, which is its beginning, or follows what was given before.
+    pub(super) fn give(&mut self) -> Vec<Vec<u8>> {
+        let pieces = std::mem::take(&mut self.taken.pieces);
+        self.taken.bytes -= pieces.iter().map(Vec::len).sum::<usize>();
+        pieces
     }
 
     /// Takes some elements, until it is `enough`: asked after each step, with the bytes that are taken.
@@ -287,7 +367,8 @@ impl Large {
                     self.settle(value, element)?;
                 }
             }
-            (Touch::Push, Way::List(_)) => {}
+            (Touch::Push, Way::List(_)) | (Touch::Append, Way::Bytes(_)) => {}
+            (Touch::Write { from, bytes }, Way::Bytes(_)) => self.keep(value, from, bytes)?,
             (Touch::Pop(end, elements), Way::List(ends)) => {
                 let popped = &mut ends.popped[end as usize];
                 *popped = popped.saturating_add(elements);
@@ -326,8 +407,9 @@ impl Large {
             return Ok(Err(state));
         }
         match value {
-            Some(value) if value.expires_at() == self.expires_at => match self.way {
+            Some(value) if value.expires_at() == self.expires_at => match &self.way {
                 Way::List(ends) if ends.length != value.length() => Err(Lost::Unseen),
+                Way::Bytes(_) if self.count > value.length() => Err(Lost::Unseen),
                 _ => Ok(Ok(value)),
             },
             // Every element was taken before it was removed, and the key left with the last one.
@@ -347,6 +429,7 @@ impl Large {
     fn rest(&self) -> u64 {
         match &self.way {
             Way::List(ends) => self.count.saturating_sub(ends.front + ends.back),
+            Way::Bytes(bytes) => self.count.saturating_sub(bytes.at),
             Way::Table { course, .. } => {
                 let recorded: u64 = course.databases().iter().map(|table| table.recorded).sum();
                 self.count.saturating_sub(recorded)
@@ -360,14 +443,32 @@ impl Large {
     }
 
     fn check_moment(&self, elements: u64) -> Result<(), Lost> {
+        if self.shape == Shape::String {
+            let too_much = Lost::RestOfString { rest: elements, all: self.count };
+            return if elements > STRING_MOMENT_BYTES_MAX { Err(too_much) } else { Ok(()) };
+        }
         let bytes = elements.saturating_mul(self.element_bytes);
         if elements > MOMENT_ELEMENTS_MAX || bytes > MOMENT_BYTES_MAX { Err(Lost::Rest(elements)) } else { Ok(()) }
     }
 
-    /// Takes the next element of a list, or the elements of the next step of a scan.
+    /// Takes the next element of a list, the elements of the next step of a scan, or some bytes of a string.
     fn step(&mut self, value: &mut dyn Value) -> Result<(), Lost> {
-        let Large { shape, way, taken, .. } = self;
+        let Large { shape, count, way, taken, .. } = self;
         match way {
+            Way::Bytes(Bytes { block, at, kept }) => {
+                if let Some(bytes) = kept.remove(at) {
+                    taken.bytes -= bytes.len() + KEPT_BYTES;
+                    taken.put_bytes(&bytes);
+                    *at += bytes.len() as u64;
+                } else {
+                    let next = kept.first_key_value().map_or(*count, |(begin, _)| *begin);
+                    let bytes = (next - *at).min(*block * BLOCKS_OF_A_STEP);
+                    if !value.bytes(*at, bytes, &mut |bytes| taken.put_bytes(bytes)) {
+                        return Err(Lost::Unseen);
+                    }
+                    *at += bytes;
+                }
+            }
             Way::List(ends) => {
                 let number = ends.front.cast_signed() + ends.shift;
                 if !(number >= 0 && value.at(number, &mut |element| taken.put(*shape, element, &[]))) {
@@ -422,6 +523,29 @@ impl Large {
             course.recorded(0);
         }
         taken.check()
+    }
+
+    /// Keeps the blocks ahead that a command is about to write into.
+    fn keep(&mut self, value: &mut dyn Value, from: u64, bytes: u64) -> Result<(), Lost> {
+        let Large { count, way: Way::Bytes(Bytes { block, at, .. }), .. } = self else { return Ok(()) };
+        let end = from.saturating_add(bytes).min(*count);
+        let first = (from / *block * *block).max(*at);
+        let (count, block) = (*count, *block);
+        self.check_moment(end.saturating_sub(first))?;
+        let Large { way: Way::Bytes(Bytes { kept, .. }), taken, .. } = self else { return Ok(()) };
+        let mut begin = first;
+        while begin < end {
+            if let Entry::Vacant(entry) = kept.entry(begin) {
+                let mut copy = Vec::new();
+                if !value.bytes(begin, block.min(count - begin), &mut |bytes| copy.extend_from_slice(bytes)) {
+                    return Err(Lost::Unseen);
+                }
+                taken.bytes += copy.len() + KEPT_BYTES;
+                entry.insert(copy);
+            }
+            begin += block;
+        }
+        Ok(())
     }
 
     /// Takes what the commands that were seen may remove from the ends of a list.

@@ -9,6 +9,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use remora_lab::random::Random;
+use remora_redis::rdb::put_length;
 
 use super::large::{End, Large, Lost, Shape, Show, State, Touch, Value};
 use super::model::Shape as Tables;
@@ -37,9 +38,17 @@ enum Fault {
     Unheard,
     /// A key that came in the place of one that has expired is taken for that one.
     Anew,
+    /// The bytes of a string that a command writes over are not kept.
+    Unkept,
+    /// Of these bytes the last is not kept.
+    OneShort,
+    /// They are kept after the command has run.
+    KeptLate,
+    /// What is sent of a string is sent again when more is taken.
+    SentTwice,
 }
 
-const FAULTS: [Fault; 10] = [
+const FAULTS: [Fault; 14] = [
     Fault::NoRest,
     Fault::PieceTwice,
     Fault::Unsettled,
@@ -50,6 +59,10 @@ const FAULTS: [Fault; 10] = [
     Fault::OtherEnd,
     Fault::Unheard,
     Fault::Anew,
+    Fault::Unkept,
+    Fault::OneShort,
+    Fault::KeptLate,
+    Fault::SentTwice,
 ];
 
 /// What clients do. An element is a number.
@@ -61,7 +74,11 @@ enum Operation {
     Remove(Vec<u64>),
     Push(End, Vec<u64>),
     Pop(End, u64),
-    /// `LTRIM`, `SPOP`, `ZREMRANGEBYRANK`: removes every second element.
+    /// `APPEND`.
+    Append(Vec<u64>),
+    /// `SETRANGE`, `SETBIT`: from this byte on.
+    Write(u64, Vec<u64>),
+    /// `LTRIM`, `SPOP`, `ZREMRANGEBYRANK`, `BITOP`: removes every second element.
     Thin,
     Delete,
 }
@@ -70,6 +87,7 @@ enum Operation {
 enum Data {
     List(VecDeque<u64>),
     Table(BTreeMap<u64, u64>, Tables),
+    Bytes(Vec<u8>),
 }
 
 impl Data {
@@ -77,12 +95,14 @@ impl Data {
         match self {
             Data::List(list) => list.len(),
             Data::Table(table, _) => table.len(),
+            Data::Bytes(bytes) => bytes.len(),
         }
     }
 
     fn of(shape: Shape, random: &mut Random, elements: u64) -> Data {
         match shape {
             Shape::List => Data::List((0..elements).map(|_| random.below(1000)).collect()),
+            Shape::String => Data::Bytes((0..elements).map(|_| random.below(256) as u8).collect()),
             _ => {
                 let mut table = BTreeMap::new();
                 while (table.len() as u64) < elements {
@@ -134,6 +154,11 @@ impl Value for Shown<'_> {
         element.inspect(|element| show(&word(**element))).is_some()
     }
 
+    fn bytes(&mut self, from: u64, bytes: u64, show: &mut dyn FnMut(&[u8])) -> bool {
+        let Data::Bytes(whole) = &self.key.data else { return false };
+        whole.get(from as usize..(from + bytes) as usize).inspect(|bytes| show(bytes)).is_some()
+    }
+
     fn hash(&self, element: &[u8]) -> u64 {
         Random::new(number(element) + 7).word()
     }
@@ -161,6 +186,8 @@ struct World {
     state: State,
     fault: Fault,
     expired: bool,
+    /// What is sent of a string that is sent before it is whole.
+    sent: Option<Vec<u8>>,
 }
 
 impl World {
@@ -195,7 +222,15 @@ impl World {
                 large.repeat(before);
             }
             state
-        })
+        })?;
+        if let Some(sent) = self.sent.as_mut().filter(|_| self.state == State::Open && self.random.one_in(2)) {
+            let mut large = self.large.clone();
+            sent.extend(large.give().concat());
+            if self.fault != Fault::SentTwice {
+                self.large = large;
+            }
+        }
+        Ok(())
     }
 
     /// A command is sent.
@@ -206,11 +241,17 @@ impl World {
             }
             Operation::Push(..) => (Touch::Push, vec![]),
             Operation::Pop(end, count) => (Touch::Pop(*end, *count), vec![]),
+            Operation::Append(_) => (Touch::Append, vec![]),
+            Operation::Write(from, bytes) => {
+                let bytes = bytes.len() as u64 - u64::from(self.fault == Fault::OneShort);
+                (Touch::Write { from: *from, bytes }, vec![])
+            }
             Operation::Thin | Operation::Delete => (Touch::All, vec![]),
         };
         match self.fault {
             Fault::NoRest if touch == Touch::All => return Ok(()),
             Fault::Unsettled if matches!(touch, Touch::Elements { .. }) => return Ok(()),
+            Fault::Unkept if matches!(touch, Touch::Write { .. }) => return Ok(()),
             Fault::Popped if matches!(touch, Touch::Pop(..)) => return Ok(()),
             Fault::FirstOnly => words.truncate(1),
             Fault::Absent => words.retain(|word| match &self.key {
@@ -228,7 +269,9 @@ impl World {
         let fresh = |shape: Shape| Data::of(shape, &mut Random::new(1), 0);
         let key = self.key.take();
         let mut key = match (key, operation) {
-            (None, Operation::Put(..) | Operation::Push(..)) => Key { data: fresh(self.shape), expires_at: None },
+            (None, Operation::Put(..) | Operation::Push(..) | Operation::Append(_) | Operation::Write(..)) => {
+                Key { data: fresh(self.shape), expires_at: None }
+            }
             (None, _) | (_, Operation::Delete) => return,
             (Some(key), _) => key,
         };
@@ -260,6 +303,19 @@ impl World {
                     let _ = if *end == End::Head { list.pop_front() } else { list.pop_back() };
                 }
             }
+            (Data::Bytes(whole), Operation::Append(bytes)) => whole.extend(bytes.iter().map(|byte| *byte as u8)),
+            (Data::Bytes(whole), Operation::Write(from, bytes)) => {
+                let (from, end) = (*from as usize, *from as usize + bytes.len());
+                whole.resize(whole.len().max(end), 0);
+                whole.splice(from..end, bytes.iter().map(|byte| *byte as u8));
+            }
+            (Data::Bytes(whole), Operation::Thin) => {
+                let mut keep = false;
+                whole.retain(|_| {
+                    keep = !keep;
+                    keep
+                });
+            }
             (Data::List(list), Operation::Thin) => {
                 let mut keep = false;
                 list.retain(|_| {
@@ -287,6 +343,8 @@ impl World {
             (_, 0) => Operation::Thin,
             (_, 1) => Operation::Delete,
             (Shape::List, 2..=10) => Operation::Push(end, elements),
+            (Shape::String, 2..=8) => Operation::Append(elements),
+            (Shape::String, _) => Operation::Write(random.below(STRING_BYTES_MAX + 20), elements),
             (Shape::List, _) => Operation::Pop(end, random.between(1, 4)),
             (_, 2..=11) => Operation::Put(names, random.below(100) + 100),
             _ => Operation::Remove(names),
@@ -294,20 +352,25 @@ impl World {
     }
 }
 
+/// The longest string, and its blocks: one step takes many of them.
+const STRING_BYTES_MAX: u64 = 1_000;
+const BLOCK_BYTES: u64 = 4;
+
 /// When a key expires that does.
 const EXPIRY: u64 = 1_000_000;
 
 /// Plays the taking of one value to its end, and says what is wrong with what was taken.
 fn play(seed: u64, fault: Fault) -> Result<(), String> {
     let mut random = Random::new(seed);
-    let shape = [Shape::List, Shape::Hash, Shape::Set, Shape::SortedSet][random.below(4) as usize];
-    let count = random.between(1, 40);
+    let shape = [Shape::List, Shape::Hash, Shape::Set, Shape::SortedSet, Shape::String][random.below(5) as usize];
+    let count = random.between(1, if shape == Shape::String { STRING_BYTES_MAX } else { 40 });
     let key = Key { data: Data::of(shape, &mut random, count), expires_at: random.one_in(3).then_some(EXPIRY) };
     let begin = key.clone();
-    let large = Large::new(shape, count, count * 10, key.expires_at);
+    let large = Large::with_blocks(shape, count, count * 10, key.expires_at, BLOCK_BYTES);
+    let sent = (shape == Shape::String && random.one_in(2)).then(|| large.head());
     let pace = random.between(1, 6);
     let (state, expired) = (State::Open, false);
-    let mut world = World { random, shape, key: Some(key), large, state, fault, expired };
+    let mut world = World { random, shape, key: Some(key), large, state, fault, expired, sent };
     let mut queued: Vec<Operation> = Vec::new();
     while world.state == State::Open {
         let took = match world.random.below(8) {
@@ -337,9 +400,14 @@ fn play(seed: u64, fault: Fault) -> Result<(), String> {
             _ if world.random.below(8) < pace => world.piece(),
             _ => {
                 let operation = world.operation();
-                let seen = world.see(&operation);
-                world.run(&operation);
-                seen
+                if fault == Fault::KeptLate && matches!(operation, Operation::Write(..)) {
+                    world.run(&operation);
+                    world.see(&operation)
+                } else {
+                    let seen = world.see(&operation);
+                    world.run(&operation);
+                    seen
+                }
             }
         };
         took.map_err(|lost| lost.to_string())?;
@@ -359,10 +427,20 @@ fn check(world: World, begin: &Key) -> Result<(), String> {
             let value = match world.shape {
                 Shape::Hash => put(&word(*value)),
                 Shape::SortedSet => (*value as f64).to_le_bytes().to_vec(),
-                Shape::Set | Shape::List => vec![],
+                Shape::Set | Shape::List | Shape::String => vec![],
             };
             [put(&word(*element)), value].concat()
         })),
+        Data::Bytes(bytes) => {
+            let mut wanted = Vec::new();
+            put_length(&mut wanted, bytes.len() as u64);
+            wanted.extend(bytes);
+            let found = match world.sent {
+                Some(sent) => [sent, world.large.into_rest().concat()].concat(),
+                None => world.large.into_record().concat(),
+            };
+            return if found == wanted { Ok(()) } else { Err("another value".into()) };
+        }
     }
     let record = world.large.into_record().concat();
     let (count, mut left) = record.split_first().unwrap();
@@ -372,7 +450,7 @@ fn check(world: World, begin: &Key) -> Result<(), String> {
         match world.shape {
             Shape::Hash => length += 1 + usize::from(left[length]),
             Shape::SortedSet => length += 8,
-            Shape::Set | Shape::List => {}
+            Shape::Set | Shape::List | Shape::String => {}
         }
         let (element, rest) = left.split_at(length);
         found.push(element.to_vec());
@@ -404,7 +482,7 @@ fn every_fault_in_the_taking_of_a_large_value_is_found() {
 
 #[test]
 fn a_fault_is_found_in_what_was_taken_and_not_only_by_a_count() {
-    for fault in [Fault::NoRest, Fault::PieceTwice, Fault::Unsettled, Fault::Popped, Fault::OtherEnd] {
+    for fault in [Fault::NoRest, Fault::PieceTwice, Fault::Unsettled, Fault::Popped, Fault::OtherEnd, Fault::OneShort] {
         let found = |seed: u64| play(seed, fault).is_err_and(|wrong| wrong == "another value");
         assert!((0..SEEDS).any(found), "{fault:?}");
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::commands::{Need, need, touch};
 use super::course::{Astray, Course, Place};
 use super::feed::{Feed, FeedError};
-use super::large::{End, Large, Lost, MOMENT_BYTES_MAX, MOMENT_ELEMENTS_MAX, Shape, Show, State, Value};
+use super::large::{End, Large, Lost, MOMENT_ELEMENTS_MAX, Shape, Show, State, Value};
 use crate::api::{
     CommandFilter, Context, Cursor, EVENT_FLUSH, EVENT_MODULE_CHANGE, EVENT_ROLE_CHANGED, EVENT_SWAP, EventHandler,
     FilterId, Key, KeyHash, KeyKind, ListEvents, LogLevel, Number, OwnContext, OwnedStr, StrRef, Timer, Words,
@@ -29,19 +29,30 @@ const TURN_MILLIS: u64 = 1;
 const TURN_MIN: Duration = Duration::from_micros(100);
 const TURN_MAX: Duration = Duration::from_millis(5);
 
-/// Bytes of a string from which on a client would wait for its record for too long: some milliseconds.
-const STRING_BYTES_MAX: usize = 4 << 20;
-
 /// Elements, and bytes of memory, from which on a value is taken in pieces: a `DUMP` of it would take a millisecond.
 const LARGE_ELEMENTS: u64 = 4_000;
 const LARGE_BYTES: u64 = 256 << 10;
 
-/// The longest piece of a large value.
-const PIECE: Duration = Duration::from_millis(1);
+/// Bytes of a string from which on it is copied in pieces: a `DUMP`, which compresses it, would take a millisecond.
+const LARGE_STRING_BYTES: u64 = 64 << 10;
+
+/// Bytes of a value that is not taken in pieces, from which on a `DUMP` of it would take more than some milliseconds: 1
+/// MiB took 5 to 13, and 4 MiB 23 to 70 (streams and hashes, of which each value is compressed).
+const DUMP_BYTES_MAX: u64 = 1 << 20;
+
+/// The longest that a turn takes pieces of large values.
+const PIECES: Duration = Duration::from_millis(1);
+
+/// The longest that a turn sends for: an agent may take as fast as the server gives.
+const SEND_MAX: Duration = Duration::from_millis(1);
 
 /// Bytes of large values that are being taken, or wait for the agent. They are kept until they are whole, since a key
 /// may expire before that.
 const TAKEN_BYTES_MAX: usize = 64 << 20;
+
+/// Bytes of a string beyond which its record is sent before it is whole, also if its key may expire before that, which
+/// ends the sweep. One that cannot expire is always sent so: it takes no memory.
+const KEPT_STRING_BYTES_MAX: usize = 32 << 20;
 
 /// How the sweeps of this server have ended, for INFO and `REMORA.STATUS`.
 #[derive(Clone, Debug, Default)]
@@ -116,8 +127,11 @@ enum Trouble {
     Interrupted(&'static str),
     #[error("a client sent {0}, which changes keys that it does not name")]
     Command(String),
-    #[error("the value of the key {key:?} of database {database} is too large to be written in one moment")]
-    TooLarge { database: u32, key: String },
+    #[error(
+        "the value of the key {key:?} of database {database} is too large to be written in one moment: {elements} elements, {} KiB",
+        .bytes >> 10
+    )]
+    TooLarge { database: u32, key: String, elements: u64, bytes: u64 },
     #[error("the value of the key {key:?} of database {database} was not written in pieces: {lost}")]
     Lost { database: u32, key: String, lost: Lost },
     #[error("large values that are being written have more than {} MiB", TAKEN_BYTES_MAX >> 20)]
@@ -145,9 +159,21 @@ struct Taking {
     database: u32,
     name: OwnedStr,
     hash: u64,
-    /// The record up to the value.
+    /// The record up to the value, and nothing when that is sent.
     head: Vec<u8>,
+    sending: Sending,
     value: Large,
+}
+
+/// When the record of a large value is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sending {
+    /// When it is whole.
+    Whole,
+    /// In parts, from when it is the first in line.
+    Parts,
+    /// In parts, and it has begun. Only the first in line.
+    Begun,
 }
 
 /// How a value is written down.
@@ -157,7 +183,8 @@ enum Size {
     Moment,
     /// In pieces.
     Pieces(Shape, u64),
-    TooLarge,
+    /// Bytes.
+    TooLarge(u64),
 }
 
 /// What a scan says about a key.
@@ -198,6 +225,8 @@ pub(super) struct Sweep {
     large: u64,
     /// When the last turn ended.
     rested: Instant,
+    /// Whether the mark of a whole snapshot is written.
+    is_whole: bool,
     trouble: Option<Trouble>,
 }
 
@@ -218,7 +247,7 @@ impl Sweep {
             LISTENS.set(context.subscribe_to_lists::<Lists>());
         }
         let filter = Some(context.add_filter::<Filter>()?);
-        let (database, keys, large, trouble) = (None, 0, 0, None);
+        let (database, keys, large, is_whole, trouble) = (None, 0, 0, false, None);
         let (looked, rested) = (Instant::now(), Instant::now());
         let sweep = Sweep {
             course,
@@ -237,6 +266,7 @@ impl Sweep {
             keys,
             large,
             rested,
+            is_whole,
             trouble,
         };
         INTERRUPTED.set(None);
@@ -246,7 +276,7 @@ impl Sweep {
     }
 
     fn is_sweeping(&self) -> bool {
-        self.trouble.is_none() && !self.is_through()
+        self.trouble.is_none() && !self.is_whole
     }
 
     /// Whether every key is passed, and every large value is whole.
@@ -340,6 +370,9 @@ impl Sweep {
             let taken = self.taking.remove(at);
             if state == State::Whole {
                 self.finish(taken);
+            } else if taken.sending == Sending::Begun {
+                let key = shown(taken.name.borrow().as_bytes());
+                return Err(Trouble::Lost { database: taken.database, key, lost: Lost::Expired });
             }
         }
         let taken: usize = self.taking.iter().map(|taking| taking.value.bytes()).sum();
@@ -351,11 +384,36 @@ impl Sweep {
 
     /// Writes the record of a large value that is whole.
     fn finish(&mut self, taken: Taking) {
-        Self::records(&mut self.feed, &mut self.database, taken.database).extend_from_slice(&taken.head);
-        self.feed.large(taken.value.into_record());
+        if taken.sending == Sending::Begun {
+            self.feed.part(taken.value.into_rest());
+            self.feed.end_parts();
+        } else {
+            Self::records(&mut self.feed, &mut self.database, taken.database).extend_from_slice(&taken.head);
+            self.feed.large(taken.value.into_record());
+        }
         self.course.recorded(taken.index);
         self.keys += 1;
         self.large += 1;
+    }
+
+    /// Takes another piece of the large value that is the first in line, and sends it if it may be sent.
+    fn take_piece(&mut self, until: Instant) -> Result<(), Trouble> {
+        let Sweep { feed, database: selected, taking, .. } = self;
+        if let Some(first) = taking.first_mut().filter(|first| first.sending == Sending::Parts) {
+            let records = Self::records(feed, selected, first.database);
+            records.append(&mut first.head);
+            records.extend_from_slice(&first.value.head());
+            feed.begin_parts();
+            first.sending = Sending::Begun;
+        }
+        let state = self.take(0, |value, shown| value.piece(shown, enough(until)))?;
+        let Sweep { feed, taking, .. } = self;
+        if state == State::Open
+            && let Some(first) = taking.first_mut().filter(|first| first.sending == Sending::Begun)
+        {
+            feed.part(first.value.give());
+        }
+        Ok(())
     }
 
     /// A list has changed.
@@ -390,17 +448,17 @@ impl Sweep {
 
     /// Takes some steps.
     fn turn(&mut self, until: Instant) -> Result<(), Trouble> {
-        let end_of_piece = until.min(Instant::now() + PIECE);
-        while !self.taking.is_empty() {
-            if self.feed.is_full() || Instant::now() >= end_of_piece {
+        let end_of_pieces = until.min(Instant::now() + PIECES);
+        loop {
+            let end = if self.taking.is_empty() { until } else { end_of_pieces };
+            if self.feed.is_full() || Instant::now() >= end {
                 return Ok(());
             }
-            self.take(0, |value, shown| value.piece(shown, enough(end_of_piece)))?;
-        }
-        while let Some((index, database)) = self.course.current() {
-            if self.feed.is_full() || Instant::now() >= until {
-                return Ok(());
+            if !self.taking.is_empty() {
+                self.take_piece(end_of_pieces)?;
+                continue;
             }
+            let Some((index, database)) = self.course.current() else { return Ok(()) };
             let Sweep { own, cursor, hash, .. } = self;
             if !own.select(database) {
                 return Err(Trouble::NoDatabase(database));
@@ -417,11 +475,7 @@ impl Sweep {
             if next.is_none() {
                 self.cursor.seek(0);
             }
-            if !self.taking.is_empty() {
-                return Ok(());
-            }
         }
-        Ok(())
     }
 
     /// The feed, with the records that follow in this database. `selected`: that of those before.
@@ -440,10 +494,10 @@ impl Sweep {
         let key = || shown(name.as_bytes());
         match self.size(database, found)? {
             Size::Moment => {}
-            Size::TooLarge => {
+            Size::TooLarge(bytes) => {
                 // It may have expired as it was looked at.
                 self.own.propagate(name);
-                return Err(Trouble::TooLarge { database, key: key() });
+                return Err(Trouble::TooLarge { database, key: key(), elements: found.length as u64, bytes });
             }
             Size::Pieces(shape, memory) => {
                 self.begin_to_take(index, database, found, shape, memory);
@@ -496,13 +550,16 @@ impl Sweep {
         record::put_key(&mut head, found.expires_at, self.saved_age(found), shape.record_type(), name.as_bytes());
         let value = Large::new(shape, found.length as u64, memory, found.expires_at);
         let (name, hash) = (OwnedStr::new(&self.own, name.as_bytes()), self.hash.of(name.as_bytes()));
-        self.taking.push(Taking { index, database, name, hash, head, value });
+        let is_kept = shape != Shape::String || (found.expires_at.is_some() && found.length <= KEPT_STRING_BYTES_MAX);
+        let sending = if is_kept { Sending::Whole } else { Sending::Parts };
+        self.taking.push(Taking { index, database, name, hash, head, sending, value });
     }
 
     /// How a value is written down, so that no client of the server waits for long.
     fn size(&self, database: u32, found: &Found) -> Result<Size, Trouble> {
         if found.kind == KeyKind::String {
-            return Ok(if found.length > STRING_BYTES_MAX { Size::TooLarge } else { Size::Moment });
+            let bytes = found.length as u64;
+            return Ok(if bytes > LARGE_STRING_BYTES { Size::Pieces(Shape::String, bytes) } else { Size::Moment });
         }
         let usage = OwnedStr::new(&self.own, b"USAGE");
         let reply = self.own.call(c"MEMORY", &[usage.borrow(), found.name.borrow()]).ok_or(Trouble::NotReported)?;
@@ -515,14 +572,14 @@ impl Sweep {
             return Ok(Size::Moment);
         }
         Ok(match self.shape(database, found) {
-            Some(_) if memory > TAKEN_BYTES_MAX as u64 => Size::TooLarge,
+            Some(_) if memory > TAKEN_BYTES_MAX as u64 => Size::TooLarge(memory),
             Some(shape) => {
                 if shape == Shape::List && !LISTENS.get() {
                     return Err(Trouble::NoEvents);
                 }
                 Size::Pieces(shape, memory)
             }
-            None if length > MOMENT_ELEMENTS_MAX || memory > MOMENT_BYTES_MAX => Size::TooLarge,
+            None if length > MOMENT_ELEMENTS_MAX || memory > DUMP_BYTES_MAX => Size::TooLarge(memory),
             None => Size::Moment,
         })
     }
@@ -566,6 +623,7 @@ impl Sweep {
         self.course.check(now.expired.saturating_sub(self.counts.expired))?;
         record::put_end(self.feed.records());
         self.feed.end(self.keys);
+        self.is_whole = true;
         Ok(())
     }
 
@@ -628,6 +686,15 @@ impl Value for Shown<'_, '_> {
 
     fn at(&mut self, number: i64, show: &mut dyn FnMut(&[u8])) -> bool {
         self.key.list_element(number, show)
+    }
+
+    fn bytes(&mut self, from: u64, bytes: u64, show: &mut dyn FnMut(&[u8])) -> bool {
+        // A string that is large is a plain one, and is shown where it is.
+        let shown = self.key.string().and_then(|whole| {
+            let (from, bytes) = (usize::try_from(from).ok()?, usize::try_from(bytes).ok()?);
+            whole.get(from..from.checked_add(bytes)?)
+        });
+        shown.inspect(|bytes| show(bytes)).is_some()
     }
 
     fn hash(&self, element: &[u8]) -> u64 {
@@ -716,11 +783,11 @@ fn sweep_on(context: &Context<'_>, sweep: &mut Sweep) -> Option<Result<(u64, u64
     sweep.rested = Instant::now();
     let sent = match &sweep.trouble {
         Some(trouble) => return Some(Err(trouble.to_string())),
-        None => sweep.feed.send(),
+        None => sweep.feed.send(Instant::now() + SEND_MAX),
     };
     match sent {
         Err(error) => Some(Err(error.to_string())),
-        Ok(true) if sweep.is_through() => Some(Ok((sweep.keys, sweep.large))),
+        Ok(true) if sweep.is_whole => Some(Ok((sweep.keys, sweep.large))),
         Ok(_) => None,
     }
 }

@@ -49,9 +49,13 @@ fn snapshot(mut socket: UnixStream) -> Option<Vec<u8>> {
 }
 
 fn with_backlog(kind: Kind) -> (Server, Server) {
+    with_backlog_of(Server::builder(kind).module("").unwrap())
+}
+
+fn with_backlog_of(server: remora_lab::Builder) -> (Server, Server) {
     // By default a primary waits five seconds for more replicas before it begins a copy.
-    let quick = Server::builder(kind).config("repl-diskless-sync-delay", 0);
-    let server = quick.module("").unwrap().start().unwrap();
+    let server = server.config("repl-diskless-sync-delay", 0).start().unwrap();
+    let kind = server.kind();
     let replica = Server::start(kind).unwrap();
     replica.replicate(&server).unwrap();
     replica.wait_for_link(LONG).unwrap();
@@ -189,16 +193,116 @@ fn a_client_that_changes_all_of_a_large_value_ends_a_sweep_and_waits_for_nothing
     }
 }
 
+/// The same of a string; also one that is sent before it is whole, and expires.
+#[test]
+fn a_client_that_changes_all_of_a_large_string_or_its_expiry_ends_a_sweep_and_waits_for_nothing() {
+    for kind in require::kinds() {
+        let (server, _replica) = with_backlog(kind);
+        let mut client = server.client().unwrap();
+        fill_string(&mut Pipeline::to(&server), "string:large", 48 << 20, &mut Random::new(72));
+        server.configure("remora.sweep-share", "1").unwrap();
+        let socket = begin(&server).unwrap();
+        assert_eq!(client.int(&["SETNX", "string:large", "nothing"]).unwrap(), 0);
+        assert!(snapshot(socket).is_none(), "{kind}");
+        let why = server.fact("remora_sweep_error").unwrap();
+        assert!(why.contains("\"string:large\"") && why.contains("of its 49152"), "{kind}: {why}");
+
+        // The server lets go of it when a client looks for it.
+        client.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]).unwrap();
+        client.int(&["PEXPIRE", "string:large", "1"]).unwrap();
+        let mut socket = begin(&server).unwrap();
+        socket.read_exact(&mut vec![0; 1 << 20]).unwrap();
+        wait_until("the key to expire", LONG, || {
+            let left = client.int(&["EXISTS", "string:large"])?;
+            Ok(if left == 0 { Ok(()) } else { Err(format!("{left}")) })
+        })
+        .unwrap();
+        let left = socket.read_to_end(&mut Vec::new()).unwrap();
+        assert!(left < 32 << 20, "{kind}: {left}");
+        let why = server.fact("remora_sweep_error").unwrap();
+        assert!(why.contains("\"string:large\"") && why.contains("has expired"), "{kind}: {why}");
+        assert!(snapshot(begin(&server).unwrap()).is_some(), "{kind}");
+    }
+}
+
+/// Values that are not taken in pieces, and are too large for one moment, end a sweep by their name and size.
+#[test]
+fn a_value_that_is_too_large_for_one_moment_ends_a_sweep() {
+    for kind in require::kinds() {
+        let (server, _replica) = with_backlog(kind);
+        let mut client = server.client().unwrap();
+        let fields = !client.list(&["COMMAND", "LIST", "FILTERBY", "PATTERN", "hpexpire"]).unwrap().is_empty();
+        let vectors = !client.list(&["COMMAND", "LIST", "FILTERBY", "PATTERN", "vadd"]).unwrap().is_empty();
+        let mut values = vec![("stream", 30_000)];
+        values.extend(fields.then_some(("hash with expiring fields", 30_000)));
+        values.extend(vectors.then_some(("value of a module", 6_000)));
+        for (key, elements) in values {
+            let mut filling = Pipeline::to(&server);
+            for element in 0..elements {
+                let element = element.to_string();
+                match key {
+                    "stream" => filling.queue(&["XADD", key, "*", "field", &element]),
+                    "value of a module" => {
+                        let vector = ["1"; 300].join(" ");
+                        let head = ["VADD", key, "VALUES", "300"].into_iter();
+                        filling.queue(&head.chain(vector.split(' ')).chain([element.as_str()]).collect::<Vec<_>>());
+                    }
+                    _ => filling.queue(&["HSET", key, &element, "value"]),
+                }
+                filling.read(500);
+            }
+            if key.starts_with("hash") {
+                filling.queue(&["HPEXPIRE", key, "10000000", "FIELDS", "1", "0"]);
+            }
+            filling.read(0);
+            assert!(snapshot(begin(&server).unwrap()).is_none(), "{kind}");
+            let why = server.fact("remora_sweep_error").unwrap();
+            let size = if key.starts_with("value") { " KiB" } else { "30000 elements" };
+            assert!(why.contains(&format!("\"{key}\"")) && why.contains(size), "{kind}: {why}");
+            assert_eq!(client.int(&["DEL", key]).unwrap(), 1);
+        }
+        assert!(snapshot(begin(&server).unwrap()).is_some(), "{kind}");
+    }
+}
+
+/// A server drops the subscriptions of a module that it unloads, and the library may stay in memory.
+#[test]
+fn a_module_that_is_loaded_anew_hears_which_lists_have_changed() {
+    for kind in require::kinds() {
+        let (server, twin) = with_backlog_of(Server::builder(kind).config("enable-module-command", "local"));
+        let (mut client, mut random) = (server.client().unwrap(), Random::new(73));
+        let library = remora_lab::server::module_library().unwrap();
+        let load = ["MODULE", "LOAD", library.to_str().unwrap(), "capture-only"];
+        client.ok(&load).unwrap();
+        assert!(snapshot(begin(&server).unwrap()).is_some(), "{kind}: a server without keys");
+        client.ok(&["MODULE", "UNLOAD", "remora"]).unwrap();
+        client.ok(&load).unwrap();
+        fill_large(&mut Pipeline::to(&server), "list", 60_000, &mut random);
+        server.configure("remora.sweep-share", "1").unwrap();
+        freeze(&server, &twin);
+        let socket = begin(&server).unwrap();
+        // The list is as long as before, and its elements have other numbers.
+        client.ok(&["MULTI"]).unwrap();
+        for _ in 0..5 {
+            client.call(&["LPUSH", "list", "new"]).unwrap();
+            client.call(&["RPOP", "list"]).unwrap();
+        }
+        assert_eq!(client.list(&["EXEC"]).unwrap().len(), 10);
+        is_what_the_twin_has(&server, &twin, snapshot(socket));
+        assert_eq!(server.fact("remora_sweep_keys_in_pieces").unwrap(), "1", "{kind}");
+    }
+}
+
 /// Large values of each shape, and how a client names an element of them.
-const SHAPES: [&str; 4] = ["list", "hash", "set", "zset"];
-const LARGE: u64 = 32;
+const SHAPES: [&str; 5] = ["list", "hash", "set", "zset", "string"];
+const LARGE: u64 = 40;
 
 /// Elements of the smallest and of the largest: more than a value of one moment has, and no more than a command may
 /// wait for.
 const ELEMENTS: (u64, u64) = (4_500, 9_500);
 
 fn large_key(number: u64) -> String {
-    format!("{}:{number}", SHAPES[(number % 4) as usize])
+    format!("{}:{number}", SHAPES[(number % 5) as usize])
 }
 
 /// Commands whose answers are read, some at a time.
@@ -227,6 +331,9 @@ impl Pipeline {
 }
 
 fn fill_large(client: &mut Pipeline, key: &str, elements: u64, random: &mut Random) {
+    if key.starts_with("string") {
+        return fill_string(client, key, elements * STRING_BYTES, random);
+    }
     for element in 0..elements {
         let (name, value) = (format!("element:{element}"), "v".repeat(random.below(60) as usize));
         match key.split(':').next().unwrap() {
@@ -240,18 +347,35 @@ fn fill_large(client: &mut Pipeline, key: &str, elements: u64, random: &mut Rand
     client.read(0);
 }
 
+/// Bytes of a string for each element of other values: all are taken in pieces.
+const STRING_BYTES: u64 = 100;
+
+fn fill_string(client: &mut Pipeline, key: &str, bytes: u64, random: &mut Random) {
+    let mut letters = || (0..997).map(|_| char::from(b'a' + random.below(26) as u8)).collect::<String>();
+    let mut left = bytes as usize;
+    while left > 0 {
+        let piece = letters().repeat(1_000);
+        client.queue(&["APPEND", key, &piece[..piece.len().min(left)]]);
+        client.read(1);
+        left -= piece.len().min(left);
+    }
+}
+
 /// A command on a large value. One in `harsh` changes all of it.
 fn disturb(client: &mut Pipeline, random: &mut Random, harsh: u64) {
     let key = large_key(random.below(LARGE));
     let shape = key.split(':').next().unwrap();
     let [name, other] = [(); 2].map(|()| format!("element:{}", random.below(12_000)));
     let (value, place) = (random.below(1000).to_string(), large_key(LARGE + random.below(8)));
+    let (from, bit) = (random.below(1_000_000).to_string(), random.below(8_000_000).to_string());
     if random.one_in(harsh) {
         return match random.below(9) {
             0 => client.queue(&["DEL", &key]),
             1 => client.queue(&["RENAME", &key, &place]),
             2 => client.queue(&["COPY", &key, &place, "DB", "1", "REPLACE"]),
-            3 if shape != "hash" => client.queue(&["SORT", &key, "ALPHA", "LIMIT", "0", "9", "STORE", &place]),
+            3 if !matches!(shape, "hash" | "string") => {
+                client.queue(&["SORT", &key, "ALPHA", "LIMIT", "0", "9", "STORE", &place])
+            }
             4 => client.queue(&["PEXPIRE", &key, "40"]),
             5 => client.queue(&["SET", &key, &value]),
             6 if shape == "set" => client.queue(&["SUNIONSTORE", &key, &key, &place]),
@@ -266,6 +390,9 @@ fn disturb(client: &mut Pipeline, random: &mut Random, harsh: u64) {
         };
     }
     let words: Vec<&str> = match (shape, random.below(6)) {
+        ("string", 0 | 1) => vec!["APPEND", &key, &name],
+        ("string", 2) => vec!["SETBIT", &key, &bit, "1"],
+        ("string", _) => vec!["SETRANGE", &key, &from, &other],
         ("list", 0) => vec!["LPUSH", &key, &value, &name],
         ("list", 1) => vec!["RPUSH", &key, &value],
         ("list", 2) => vec!["LPOP", &key],
@@ -297,6 +424,9 @@ fn disturb(client: &mut Pipeline, random: &mut Random, harsh: u64) {
     }
 }
 
+/// A string of which a command may not take the rest.
+const WHOLE_STRING_BYTES: u64 = 24 << 20;
+
 /// Large values are taken in pieces while clients write to them.
 fn large_values_equal_their_twins(kind: Kind, seed: u64, harsh: u64) {
     let (server, twin) = with_backlog(kind);
@@ -311,6 +441,7 @@ fn large_values_equal_their_twins(kind: Kind, seed: u64, harsh: u64) {
     }
     // One that only a share of a moment's elements can be taken of.
     fill_large(&mut filling, "list:whole", 40_000, &mut random);
+    fill_string(&mut filling, "string:whole", WHOLE_STRING_BYTES, &mut random);
     server.configure("remora.sweep-share", "1").unwrap();
     let soon: Vec<String> = (0..6).map(|_| large_key(random.below(LARGE))).collect();
     for (number, key) in soon.iter().enumerate() {
@@ -333,6 +464,13 @@ fn large_values_equal_their_twins(kind: Kind, seed: u64, harsh: u64) {
                         1 => client.queue(&["RPUSH", "list:whole", &value]),
                         2 => client.queue(&["RPOP", "list:whole"]),
                         _ => client.queue(&["LPOP", "list:whole"]),
+                    }
+                    let from = random.below(WHOLE_STRING_BYTES).to_string();
+                    match round % 8 {
+                        0 => client.queue(&["APPEND", "string:whole", &value]),
+                        1 => client.queue(&["SETRANGE", "string:whole", &from, &value.repeat(1_000)]),
+                        2 => client.queue(&["SETBIT", "string:whole", &from, "1"]),
+                        _ => {}
                     }
                     round += 1;
                     client.read(6);
@@ -485,5 +623,224 @@ fn a_sweep_is_not_begun_within_a_transaction_or_a_script() {
         assert!(answer.contains("a script or a transaction calls it"), "{answer}");
         assert!(client.call(&["EVAL", "return redis.call('REMORA.SWEEP', 'a', 'b')", "0"]).is_err());
         assert_eq!(server.fact("remora_sweep").unwrap(), "idle");
+    }
+}
+
+mod by_command {
+    use std::time::Instant;
+
+    use super::*;
+
+    /// Sweeps, and dumps, of which the median is printed.
+    const ROUNDS: usize = 5;
+
+    /// The longest time that a client waited for a small write meanwhile, in milliseconds.
+    fn longest_wait(server: &Server, work: impl FnOnce()) -> f64 {
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let waited = scope.spawn(|| {
+                let (mut client, mut longest, mut number) = (server.client().unwrap(), Duration::ZERO, 0_u64);
+                while !over.load(Ordering::Relaxed) {
+                    number += 1;
+                    let begun = Instant::now();
+                    client.ok(&["SET", &format!("elsewhere:{}", number % 1_000), "value"]).unwrap();
+                    longest = longest.max(begun.elapsed());
+                }
+                longest
+            });
+            work();
+            over.store(true, Ordering::Relaxed);
+            waited.join().unwrap().as_secs_f64() * 1e3
+        })
+    }
+
+    /// Milliseconds of a command by the server's count.
+    fn usec_of(client: &mut Client, command: &str) -> f64 {
+        let stats = client.call(&["INFO", "commandstats"]).unwrap();
+        let stats = String::from_utf8_lossy(stats.as_bytes().unwrap()).into_owned();
+        let line = stats.lines().find(|line| line.starts_with(&format!("cmdstat_{command}:"))).unwrap();
+        let taken = line.split("usec=").nth(1).unwrap().split(',').next().unwrap();
+        taken.parse::<f64>().unwrap() / 1e3
+    }
+
+    fn median(mut numbers: Vec<f64>) -> f64 {
+        numbers.sort_by(f64::total_cmp);
+        numbers[numbers.len() / 2]
+    }
+
+    /// Takes a sweep, and keeps none of it.
+    fn sweep(server: &Server) -> Duration {
+        let (mut socket, begun) = (begin(server).unwrap(), Instant::now());
+        let (mut frames, mut buffer) = (Frames::default(), vec![0; 1 << 20]);
+        loop {
+            let read = socket.read(&mut buffer).unwrap();
+            assert!(read > 0, "{}: {}", server.kind(), server.fact("remora_sweep_error").unwrap());
+            if frames.take(&buffer[..read], |_| {}).unwrap().is_some() {
+                return begun.elapsed();
+            }
+        }
+    }
+
+    fn print(kind: Kind, what: &str, work: &mut dyn FnMut() -> f64) {
+        let waits: Vec<f64> = (0..ROUNDS).map(|_| work()).collect();
+        println!("{kind}, {what}: {:.1} ms, of {waits:.1?}", median(waits.clone()));
+    }
+
+    #[test]
+    #[ignore = "measures: ask for it by its name"]
+    fn how_long_clients_wait_beside_a_large_string() {
+        for kind in require::kinds() {
+            let (server, replica) = with_backlog(kind);
+            drop(replica);
+            let mut client = server.client().unwrap();
+            client.ok(&["SET", "elsewhere", "value"]).unwrap();
+            let quiet = Duration::from_secs(1);
+            print(kind, "nothing", &mut || longest_wait(&server, || thread::sleep(quiet)));
+            print(kind, "a sweep of nothing", &mut || {
+                longest_wait(&server, || {
+                    sweep(&server);
+                })
+            });
+            for mebibytes in [4_u64, 64, 512] {
+                let (mut left, mut random) = (mebibytes, Random::new(mebibytes));
+                let piece: String = (0..1 << 20).map(|_| char::from(random.between(33, 126) as u8)).collect();
+                while left > 0 {
+                    client.int(&["APPEND", "string", &piece]).unwrap();
+                    left -= 1;
+                }
+                let mut lasted = Duration::ZERO;
+                print(kind, &format!("a sweep of {mebibytes} MiB"), &mut || {
+                    longest_wait(&server, || lasted = sweep(&server))
+                });
+                println!("{kind}, the last of these took {} ms", lasted.as_millis());
+                print(kind, &format!("a sweep of {mebibytes} MiB that is written into"), &mut || {
+                    let mut writer = server.client().unwrap();
+                    let over = AtomicBool::new(false);
+                    thread::scope(|scope| {
+                        let over = &over;
+                        let written = scope.spawn(move || {
+                            let (mut random, mut longest) = (Random::new(3), Duration::ZERO);
+                            while !over.load(Ordering::Relaxed) {
+                                let (from, begun) = (random.below(mebibytes << 20).to_string(), Instant::now());
+                                writer.int(&["SETRANGE", "string", &from, "value"]).unwrap();
+                                longest = longest.max(begun.elapsed());
+                            }
+                            longest.as_secs_f64() * 1e3
+                        });
+                        sweep(&server);
+                        over.store(true, Ordering::Relaxed);
+                        written.join().unwrap()
+                    })
+                });
+                print(kind, &format!("what a DUMP of {mebibytes} MiB takes of the server"), &mut || {
+                    client.ok(&["CONFIG", "RESETSTAT"]).unwrap();
+                    client.call(&["EVAL", "return #redis.call('DUMP', KEYS[1])", "1", "string"]).unwrap();
+                    usec_of(&mut client, "dump")
+                });
+                client.int(&["DEL", "string"]).unwrap();
+            }
+        }
+    }
+
+    /// A client that changes all of a string takes the rest of it, of some 3 MiB here.
+    #[test]
+    #[ignore = "measures: ask for it by its name"]
+    fn how_long_a_client_waits_for_the_rest_of_a_string() {
+        for kind in require::kinds() {
+            let (server, _replica) = with_backlog(kind);
+            fill_string(&mut Pipeline::to(&server), "string", 7_500 << 10, &mut Random::new(6));
+            let mut client = server.client().unwrap();
+            print(kind, "SETNX beside the rest of a string", &mut || {
+                // Nobody reads: the sweep stands still behind 4 MiB.
+                let socket = begin(&server).unwrap();
+                thread::sleep(Duration::from_millis(500));
+                let begun = Instant::now();
+                client.int(&["SETNX", "string", "other"]).unwrap();
+                let waited = begun.elapsed().as_secs_f64() * 1e3;
+                assert!(snapshot(socket).is_some(), "{}", server.fact("remora_sweep_error").unwrap());
+                waited
+            });
+        }
+    }
+
+    #[test]
+    #[ignore = "measures: ask for it by its name"]
+    fn how_long_a_dump_of_what_is_not_taken_in_pieces_takes() {
+        for kind in require::kinds() {
+            let server = Server::builder(kind).start().unwrap();
+            let mut client = server.client().unwrap();
+            let fields = !client.list(&["COMMAND", "LIST", "FILTERBY", "PATTERN", "hpexpire"]).unwrap().is_empty();
+            for (elements, bytes) in [(5_000_u64, 20_usize), (20_000, 20), (5_000, 200), (20_000, 200), (1_000, 4_000)]
+            {
+                for shape in ["stream", "hash"] {
+                    let (mut filling, mut random) = (Pipeline::to(&server), Random::new(5));
+                    for element in 0..elements {
+                        let value: String = (0..bytes).map(|_| char::from(random.between(33, 126) as u8)).collect();
+                        match shape {
+                            "stream" => filling.queue(&["XADD", shape, "*", "field", &value]),
+                            _ => filling.queue(&["HSET", shape, &element.to_string(), &value]),
+                        }
+                        filling.read(500);
+                    }
+                    if fields && shape == "hash" {
+                        filling.queue(&["HPEXPIRE", shape, "100000000", "FIELDS", "1", "0"]);
+                    }
+                    filling.read(0);
+                    let memory = client.int(&["MEMORY", "USAGE", shape]).unwrap();
+                    let mut least = f64::INFINITY;
+                    for _ in 0..2 * ROUNDS {
+                        client.ok(&["CONFIG", "RESETSTAT"]).unwrap();
+                        client.call(&["DUMP", shape]).unwrap();
+                        least = least.min(usec_of(&mut client, "dump"));
+                    }
+                    println!("{kind}, {shape} of {elements} × {bytes} bytes, {} KiB: {least:.1} ms", memory >> 10);
+                    client.int(&["DEL", shape]).unwrap();
+                }
+            }
+        }
+    }
+
+    /// A folder with the sources of Redis 7.0 (`dev/judge/setup` unpacks them), whose `src` has links to its programs.
+    const SUITE: &str = "REMORA_SUITE";
+
+    /// Files of the suite: all of `unit/type` by default, with spaces between.
+    const FILES: &str = "REMORA_SUITE_FILES";
+    const TYPES: [&str; 10] =
+        ["string", "incr", "list", "list-2", "list-3", "hash", "set", "zset", "stream", "stream-cgroups"];
+
+    /// Redis' own tests pass on a server that is swept all the time.
+    #[test]
+    #[ignore = "needs a folder: REMORA_SUITE"]
+    fn the_servers_own_tests_pass_beside_sweeps() {
+        let suite = std::env::var(SUITE).expect(SUITE);
+        let files = std::env::var(FILES).unwrap_or_else(|_| TYPES.map(|name| format!("unit/type/{name}")).join(" "));
+        let (server, replica) = with_backlog(Kind::Redis7);
+        drop(replica);
+        let port = server.port().to_string();
+        let mut tests = std::process::Command::new("tclsh");
+        tests.current_dir(suite).args(["tests/test_helper.tcl", "--host", "127.0.0.1", "--port", &port]);
+        tests.args(files.split(' ').flat_map(|file| ["--single", file]));
+        let mut tests = tests.spawn().unwrap();
+        let (mut done, mut ended, mut refused) =
+            (0_u64, BTreeMap::<String, u64>::new(), BTreeMap::<String, u64>::new());
+        let passed = loop {
+            if let Some(status) = tests.try_wait().unwrap() {
+                break status.success();
+            }
+            match begin(&server).map(snapshot) {
+                Ok(Some(_)) => done += 1,
+                Ok(None) => {
+                    let mut why = server.fact("remora_sweep_error").unwrap();
+                    why.truncate(60);
+                    *ended.entry(why).or_default() += 1;
+                }
+                Err(error) => {
+                    *refused.entry(error.to_string()).or_default() += 1;
+                    thread::sleep(Duration::from_millis(1));
+                }
+            }
+        };
+        println!("whole sweeps: {done}\nended: {ended:#?}\nnot begun: {refused:#?}");
+        assert!(passed && done > 0);
     }
 }
