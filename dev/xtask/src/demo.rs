@@ -251,7 +251,7 @@ impl Report {
                 have(self.replicas.into())
             ),
             unit: "s",
-            notes: "of own, defaults",
+            notes: "of replication, defaults",
             groups: self.servers.iter().map(group).collect(),
         }
     }
