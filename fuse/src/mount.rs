@@ -199,8 +199,7 @@ fn look(directory: &Path, subtype: &str) -> Result<Found, StartError> {
     match looked.and_then(|metadata| asked.map(|_| metadata)) {
         Ok(metadata) if metadata.is_dir() => Ok(Found::Directory(found)),
         Ok(_) => Err(failed(io::ErrorKind::NotADirectory.into())),
-        // The second one as long as the dead process's ring is taken down.
-        Err(error) if [Errno::NOTCONN, Errno::CONNABORTED].iter().any(|errno| is(&error, *errno)) => {
+        Err(error) if OF_THE_DEAD.iter().any(|errno| is(&error, *errno)) => {
             let line = Line::of(&found).map_err(failed)?;
             if line.is_none_or(|line| line.kind != format!("fuse.{subtype}")) {
                 return Err(StartError::Dead { directory: found });
@@ -210,6 +209,10 @@ fn look(directory: &Path, subtype: &str) -> Result<Found, StartError> {
         Err(error) => Err(failed(error)),
     }
 }
+
+/// How the kernel answers for a directory whose process is dead. The last two: while it takes down that process's ring, for a
+/// request that waited, and for one that was about to be handed over.
+const OF_THE_DEAD: [Errno; 3] = [Errno::NOTCONN, Errno::CONNABORTED, Errno::CANCELED];
 
 /// The kernel's control files of a connection. They need no path of the mount, which may be hidden, moved, or in
 /// other namespaces.

@@ -18,7 +18,9 @@ use crate::volume::{Scene, qemu_io};
 use crate::volume_mount::mount;
 
 fn is_dead(error: &std::io::Error) -> bool {
-    [Errno::NOTCONN, Errno::CONNABORTED].iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
+    [Errno::NOTCONN, Errno::CONNABORTED, Errno::CANCELED]
+        .iter()
+        .any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
 }
 
 /// The healthy writer of files goes on, whichever mistake another host makes.

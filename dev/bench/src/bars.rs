@@ -3,8 +3,8 @@
 //! ```text
 //!   Title
 //!   3 replicas
-//!     own, best          ████████████████████├─┤  24.61 s
-//!     Remora tcp, relay  ███████├┤                 8.47 s   0.34
+//!     replication, tuned  ████████████████████├─┤  24.61 s
+//!     Remora tcp, relay   ███████├┤                 8.47 s   0.34
 //! ```
 //!
 //! Each bar has its name beside it, so a reader needs neither a legend nor colours to tell them apart. Colours follow
@@ -279,7 +279,7 @@ mod tests {
 
     fn chart() -> Chart {
         let bars = vec![
-            bar("own, best", Family::Own, &[24.0, 25.0, 26.0], "1.00"),
+            bar("tuned", Family::Own, &[24.0, 25.0, 26.0], "1.00"),
             bar("ours <fast>", Family::Ours, &[8.0, 8.5, 8.5], "0.34"),
         ];
         let groups = vec![Group { title: "3 replicas".into(), bars }];
@@ -358,12 +358,12 @@ mod tests {
     fn a_terminal_shows_the_same_bars() {
         let text = chart().text();
         let bar = |name: &str| text.lines().find(|line| line.contains(name)).unwrap().matches('█').count();
-        assert_eq!((bar("own, best"), bar("ours <fast>")), (40, 14), "{text}");
+        assert_eq!((bar("tuned"), bar("ours <fast>")), (40, 14), "{text}");
         assert!(text.contains("25.0 s  1.00"), "{text}");
     }
 
     #[test]
     fn the_words_have_every_number() {
-        assert_eq!(chart().words(), "Seconds & more. 3 replicas: own, best 25.0 s (1.00), ours <fast> 8.50 s (0.34)");
+        assert_eq!(chart().words(), "Seconds & more. 3 replicas: tuned 25.0 s (1.00), ours <fast> 8.50 s (0.34)");
     }
 }

@@ -51,9 +51,9 @@ impl Way {
     /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
-            Way::OwnDefault => "own, defaults",
-            Way::OwnBest => "own, best",
-            Way::OwnDual => "own, best, dual channel",
+            Way::OwnDefault => "replication, defaults",
+            Way::OwnBest => "replication, tuned",
+            Way::OwnDual => "replication, tuned, dual channel",
             Way::RemoraDefault => "Remora attend, defaults, tuned",
             Way::RemoraBest => "Remora attend, best",
             Way::RemoraSealed => "Remora attend, best, sealed",

@@ -82,11 +82,11 @@ impl Method {
     /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
-            Method::OwnDefault => "own, defaults",
-            Method::OwnBest => "own, best",
-            Method::OwnTogether => "own, best, together",
-            Method::OwnDual => "own, best, dual channel",
-            Method::OwnCompressed => "own, best, LZF",
+            Method::OwnDefault => "replication, defaults",
+            Method::OwnBest => "replication, tuned",
+            Method::OwnTogether => "replication, tuned, together",
+            Method::OwnDual => "replication, tuned, dual channel",
+            Method::OwnCompressed => "replication, tuned, LZF",
             Method::Copier => "GET/SET copier",
             Method::CopierOneByOne => "GET/SET copier, one by one",
             Method::RdbFile => "redis-cli --rdb, restart",

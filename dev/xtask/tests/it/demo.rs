@@ -16,7 +16,7 @@ fn the_demo_makes_equal_replicas_by_every_method_and_prints_a_table() {
     assert!(ran.status.success(), "{}: {said}", ran.status);
     assert!(said.contains("Transports of this machine"), "{said}");
     let drawn = std::fs::read_to_string(picture).unwrap();
-    for bar in ["own, defaults", "Remora, defaults, tuned"] {
+    for bar in ["replication, defaults", "Remora, defaults, tuned"] {
         let line = said.lines().find(|line| line.contains(bar) && line.contains('█'));
         assert!(line.is_some() && drawn.contains(bar), "no bar for {bar}: {said}");
     }

@@ -249,7 +249,8 @@ mod tests {
         }
         let shows = &figures[0].sentence;
         assert!(
-            shows.starts_with("3 replicas take 3.00 s by ") && shows.contains("0.50 of the 6.00 s of own, best"),
+            shows.starts_with("3 replicas take 3.00 s by ")
+                && shows.contains("0.50 of the 6.00 s of replication, tuned"),
             "{shows}"
         );
         let headline = headline(&[&kept], folder.path()).unwrap().unwrap();

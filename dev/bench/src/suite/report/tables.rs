@@ -422,7 +422,7 @@ pub(super) mod tests {
         let ends = |start: &str, end: &str| table.lines().any(|line| line.starts_with(start) && line.ends_with(end));
         assert!(ends("| 3 | Remora tcp, best |", "| 70, 71, 75 | yes |"), "{table}");
         assert!(ends("| 8 | Remora tcp, best |", "| 70–79, sum 590 | yes |"), "{table}");
-        assert!(ends("| 3 | own, best |", "| – | yes |"), "{table}");
+        assert!(ends("| 3 | replication, tuned |", "| – | yes |"), "{table}");
     }
 
     #[test]
