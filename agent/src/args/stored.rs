@@ -27,9 +27,21 @@ pub struct BaseArgs {
     #[arg(long, value_name = "DIR", default_value = SPOOL, requires = "base", help_heading = "Snapshot")]
     pub base_spool: PathBuf,
 
-    #[command(flatten)]
-    #[allow(missing_docs)]
-    pub store: StoreArgs,
+    /// For a bucket at --base, as --s3-endpoint of `remora backup`.
+    #[arg(long, value_name = "URL", requires = "base", help_heading = "Snapshot")]
+    pub base_s3_endpoint: Option<String>,
+
+    /// For a bucket at --base, as --s3-region of `remora backup`.
+    #[arg(long, value_name = "NAME", requires = "base", help_heading = "Snapshot")]
+    pub base_s3_region: Option<String>,
+
+    /// For a bucket at --base, as --s3-credentials-file of `remora backup`.
+    #[arg(long, value_name = "FILE", requires = "base", help_heading = "Snapshot")]
+    pub base_s3_credentials_file: Option<PathBuf>,
+
+    /// For a bucket at --base, as --s3-allow-http of `remora backup`.
+    #[arg(long, requires = "base", help_heading = "Snapshot")]
+    pub base_s3_allow_http: bool,
 }
 
 impl BaseArgs {
@@ -37,7 +49,12 @@ impl BaseArgs {
     pub(crate) fn stored(&self) -> Option<Arc<dyn Stored>> {
         let places = Places {
             at: self.base.clone(),
-            store: self.store.options(),
+            store: StoreOptions {
+                endpoint: self.base_s3_endpoint.clone(),
+                region: self.base_s3_region.clone(),
+                credentials_file: self.base_s3_credentials_file.clone(),
+                allow_http: self.base_s3_allow_http,
+            },
             identity: self.base_identity.clone(),
             spool: self.base_spool.clone(),
         };

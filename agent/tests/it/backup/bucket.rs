@@ -114,6 +114,11 @@ impl Place {
     }
 }
 
+/// The options of a store, as those of a source's base.
+pub(super) fn of_base(options: &[String]) -> Vec<String> {
+    options.iter().map(|option| option.replace("--s3", "--base-s3")).collect()
+}
+
 #[test]
 #[ignore = "long: make test-all"]
 fn a_source_makes_its_snapshot_of_the_newest_backup_and_nothing_forks() {
@@ -134,7 +139,8 @@ fn a_source_makes_its_snapshot_of_the_newest_backup_and_nothing_forks() {
         for at in [place.store.url(), folder] {
             let options = ["--base", &at, "--base-spool", &spool, "--no-fork", "--repeat-messages", "1h"];
             let before = number(primary, "total_forks");
-            let more = [&strs(&place.options), &options[..]].concat();
+            let store = of_base(&place.options);
+            let more = [&strs(&store), &options[..]].concat();
             let source = place.scene.stage.source(&primary.url(), &more);
             let told = source.wait_for_status("a backup", |status| status["base"]["kind"] == "backup");
             says(told["base"]["place"].as_str().unwrap(), &[&at]);

@@ -10,7 +10,7 @@ use remora_lab::workload::fill_every_type;
 use remora_lab::{Agent, Kind, assert_same_data, require};
 use rustix::process::Signal;
 
-use super::bucket::Store;
+use super::bucket::{Store, of_base};
 use super::{ALWAYS_NEW, assert_holds, json, load, next_second};
 use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, quick, says, steady_writer, strs};
 
@@ -108,14 +108,15 @@ fn a_source_makes_its_snapshot_of_an_encrypted_backup_if_it_can_open_it() {
         let before = number(primary, "total_forks");
         let (at, spool) = (place.url(), place.scene.stage.path("spool"));
         let options = ["--base", &at, "--base-spool", &spool, "--no-fork", "--repeat-messages", "1h"];
-        let open = [&strs(&place.options), &options[..], &["--base-identity", &place.keys.identity]].concat();
+        let store = of_base(&place.options);
+        let open = [&strs(&store), &options[..], &["--base-identity", &place.keys.identity]].concat();
         let source = place.scene.stage.source(&primary.url(), &open);
         let joiner = quick(kind).start().unwrap();
         source.replicate(&joiner, &[]);
         assert_same_data(primary, &joiner);
         source.stop();
         // Without the identity it is passed over, and the primary does not fork.
-        let mut source = place.scene.stage.source(&primary.url(), &[&strs(&place.options), &options[..]].concat());
+        let mut source = place.scene.stage.source(&primary.url(), &[&strs(&store), &options[..]].concat());
         let late = quick(kind).start().unwrap();
         let mut agent = source.replica(&late, &["--retry-for", "30s"]);
         source.agent.wait_for_line("no snapshot without a fork (--no-fork)", LONG).unwrap();
