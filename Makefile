@@ -112,6 +112,14 @@ judge: setup
 	$(CARGO) build --locked -p remora-agent -p remora-module -p xtask
 	CARGO=$(CARGO) $(TARGET)/debug/xtask judge $(ARGS)
 
+## judge-sweep: files of Redis' own tests on a server that is swept all the time; FILES="unit/type/set unit/multi"
+.PHONY: judge-sweep
+judge-sweep: setup
+	@dev/judge/setup
+	rm -rf target/judge-sweep && cp -r .cache/judge/redis-7.0/source target/judge-sweep
+	cp -P .cache/judge/redis-7.0/programs/* target/judge-sweep/src/
+	REMORA_SUITE=$(CURDIR)/target/judge-sweep $(if $(FILES),REMORA_SUITE_FILES="$(FILES)") $(CARGO) test --locked -p remora-module --test it sweep::by_command::the_servers -- --ignored --nocapture
+
 ## chaos: full copy after full copy under random load and faults, compared value by value; ARGS="--rounds 8 --minutes 20 --seed N"
 .PHONY: chaos
 chaos: setup

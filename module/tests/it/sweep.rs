@@ -820,6 +820,9 @@ mod by_command {
         let mut tests = std::process::Command::new("tclsh");
         tests.current_dir(suite).args(["tests/test_helper.tcl", "--host", "127.0.0.1", "--port", &port]);
         tests.args(files.split(' ').flat_map(|file| ["--single", file]));
+        // Those that look at the stream find the PING of each sweep there. The other one asks for the process of the
+        // server, which the suite has not started.
+        tests.args(["--tags", "-needs:repl", "--skiptest", "SRANDMEMBER with a dict containing long chain"]);
         let mut tests = tests.spawn().unwrap();
         let (mut done, mut ended, mut refused) =
             (0_u64, BTreeMap::<String, u64>::new(), BTreeMap::<String, u64>::new());
