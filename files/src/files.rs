@@ -5,12 +5,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::core::{Core, check_end};
+use crate::core::{self, Core, check_end};
 use crate::disk::{CHANGE_BYTES, Disk};
 use crate::error::{FilesError, MOST_WRITE_BYTES};
 use crate::names::layout::{CLUSTER_BLOCKS, CLUSTER_BYTES};
 use crate::names::{self, Attr, Listed, MOST_ALLOCATED, NamesError, New, Rename, SetAttributes, SetXattr, Usage};
-use crate::opening;
 use crate::parts::Content;
 
 /// Room that a read takes beside its bytes, so that not too many short ones are under way.
@@ -56,7 +55,7 @@ impl Files {
     /// # Errors
     /// [`FilesError::Occupied`] if the beginning of the volume is not zeros, unless that is to be overwritten.
     pub fn format(disk: &dyn Disk, root: &New, force: bool) -> Result<(), FilesError> {
-        opening::format(disk, root, force)
+        core::format(disk, root, force)
     }
 
     /// Opens the files of a volume. Reads all names, and waits for them.
@@ -72,8 +71,8 @@ impl Files {
     /// # Errors
     /// As for [`Files::open`].
     pub fn open_ahead(disk: Arc<dyn Disk>, ahead: usize) -> Result<Files, FilesError> {
-        let (names, writes) = opening::open(&disk)?;
-        opening::write_all(&*disk, writes)?;
+        let (names, writes) = core::open(&disk)?;
+        core::write_all(&*disk, writes)?;
         Ok(Files { core: Arc::new(Core::new(names, &disk, ahead)), _disk: disk })
     }
 

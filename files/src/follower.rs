@@ -30,8 +30,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockW
 use std::time::{Duration, Instant};
 
 use remora_volume::reader::{Blocks, BlocksError, Seen};
+use remora_volume::rules::{Generation, Version};
 use remora_volume::shape::BLOCK_BYTES;
-use remora_volume::version::{Generation, Version};
 
 use crate::error::FilesError;
 #[cfg(test)]

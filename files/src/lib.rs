@@ -15,10 +15,11 @@
 //! - [`names`]: the names of files, in the order of what is written. Pure.
 //! - `disk`: the blocks below, requests to them in their order, what is answered early, and threads of the disk.
 //!   **Start here.**
-//! - `core`: the lock, what is under way, changes of what is in files, and reads. `files`: what can be asked.
+//! - `core`: the lock, what is under way, changes of what is in files, reads, and how a volume gets files or
+//!   has some. `files`: what can be asked.
 //! - `parts`: which blocks a range of a file is, and what a page cache has accepted and the volume has not. `image`:
 //!   all of a volume as one file.
-//! - `opening`: a volume gets files, or has some. `follower`: files on a host that only reads.
+//! - `follower`: files on a host that only reads.
 //! - `error`: why something cannot be done.
 //! - [`mount`]: the files as a file system of the kernel.
 //!
@@ -42,14 +43,13 @@ pub mod mount;
 #[cfg(test)]
 mod mutant;
 pub mod names;
-mod opening;
 mod parts;
 #[cfg(test)]
 mod tests;
 
+pub use core::Purpose;
 pub use disk::{Disk, DiskDone};
 pub use error::{FilesError, MOST_WRITE_BYTES};
 pub use files::{Allocate, Files};
 pub use follower::Follower;
 pub use image::Image;
-pub use opening::Purpose;

@@ -17,11 +17,10 @@
 
 use remora_fabric::memory::crc::{crc32c, crc32c_append};
 
-use crate::message::{Holder, Standing, State};
 #[cfg(test)]
 use crate::mutant::Mutant;
+use crate::rules::{Generation, Holder, Standing, State, Version};
 use crate::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
-use crate::version::{Generation, Version};
 
 /// Bytes of an entry.
 pub const ENTRY_BYTES: usize = 16;

@@ -8,21 +8,20 @@
 //!
 //! The rules decide, and do no I/O:
 //!
-//! - [`version`]: the order of all writes. **Start here.**
-//! - [`copy`]: what a server promises, applies and refuses.
+//! - [`rules`]: the order of all writes; what a writer and the servers say to each other; what a server promises,
+//!   applies and refuses. **Start here.**
 //! - [`writer`]: how a writer opens the volume, writes, and takes copies back.
-//! - [`message`]: what the two say to each other.
 //!
 //! The blocks of a copy are memory that others may read while it is written:
 //!
-//! - [`shape`]: what of a volume never changes; `size`: which of two sizes a copy has; [`layout`]: where things are in
-//!   a copy's region.
+//! - [`shape`]: what of a volume never changes, and which of two sizes a copy has; [`layout`]: where things are in a
+//!   copy's region.
 //! - [`store`]: the owner's end of a region; [`reader`]: the other one, one-sided or in place.
 //!
 //! What carries the rules out, over the network:
 //!
-//! - [`wire`]: the messages as bytes, and what the network needs beside the rules.
-//! - `overlap`: what requests of several blocks have in common.
+//! - [`wire`]: the messages as bytes, what the network needs beside the rules, and what requests of several blocks have
+//!   in common.
 //! - `link`: how they use the messenger; one question at a time, of a server to another one, or of a host that only
 //!   reads; memory out of which servers pull large writes, and connections to it, by TCP and RDMA.
 //! - [`server`]: the memory of a host, lent to volumes.
@@ -44,24 +43,20 @@
 #![forbid(unsafe_code)]
 
 pub mod client;
-pub mod copy;
 mod disk;
 pub mod layout;
 mod link;
-pub mod message;
 #[cfg(test)]
 mod mutant;
 pub mod nbd;
-mod overlap;
 pub mod read_only;
 pub mod reader;
+pub mod rules;
 pub mod server;
 pub mod shape;
-mod size;
 pub mod store;
 #[cfg(test)]
 mod tests;
-pub mod version;
 pub mod wire;
 pub mod writer;
 

@@ -32,10 +32,9 @@ use remora_messenger::{Address, Connection};
 use crate::client::Reads;
 use crate::layout::Layout;
 use crate::link::{Caller, Laid, Lane, Rdma, Security};
-use crate::message::{Standing, State};
 use crate::reader::{Blocks, BlocksError, Found, InPlace, OneSided, ReaderError, Seen};
+use crate::rules::{Standing, State, Version};
 use crate::shape::{BLOCK_BYTES, Copies, Shape};
-use crate::version::Version;
 use crate::wire::{Call, Mode, Reply};
 
 /// Settings of a reader.
@@ -725,7 +724,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::version::Generation;
+    use crate::rules::Generation;
 
     fn line(state: State, applied: u64) -> Standing {
         let start = Generation::NONE.next().unwrap().start();

@@ -20,10 +20,9 @@ use remora_fabric::memory::{self, Memory, Pages, View};
 use remora_fabric::{Completion, Error as FabricError, Peer, ReadError, ReadRequest, TransportKind};
 
 use crate::layout::{ENTRY_BYTES, Entry, LINE_AT, LINE_BYTES, LINE_WORDS, Layout, Line};
-use crate::message::{Standing, State};
-use crate::overlap::newest;
+use crate::rules::{Generation, Standing, State, Version};
 use crate::shape::BLOCK_BYTES;
-use crate::version::{Generation, Version};
+use crate::wire::newest;
 
 /// How often blocks are read before the reader gives up. A block is torn for as long as one write of it takes, so even
 /// the second attempt is rare.

@@ -13,7 +13,7 @@ use remora_fabric::memory::crc::crc32c;
 use remora_fabric::memory::{self, Memory, Pages};
 
 use crate::layout::{Entry, LINE_AT, Layout, Line, Superblock};
-use crate::message::Standing;
+use crate::rules::Standing;
 use crate::shape::{BLOCK_BYTES, Shape};
 
 /// A block that has the checksum of no write: its memory has changed by itself. The copy lacks the block from now on.

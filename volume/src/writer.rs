@@ -15,12 +15,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use crate::message::{Answer, Holder, Request, ServerId, Standing, State};
-use crate::shape::Copies;
-use crate::version::{Generation, Version};
-
 #[cfg(test)]
 use crate::mutant::Mutant;
+use crate::rules::{Answer, Generation, Holder, Request, ServerId, Standing, State, Version};
+use crate::shape::Copies;
 
 /// What the writer wants done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -1056,7 +1054,7 @@ impl Reads {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::message::{Answer, Holder, Standing, State};
+    use crate::rules::{Answer, Holder, Standing, State};
     use crate::shape::Copies;
 
     /// An answer of a server without a store.

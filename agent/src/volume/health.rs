@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Error, Volume};
-use remora_volume::message::{ServerId, Standing, State};
+use remora_volume::rules::{ServerId, Standing, State};
 use remora_volume::shape::{BLOCK_BYTES, Shape};
 use remora_volume::wire::{Findings, Status};
 use serde::Serialize;

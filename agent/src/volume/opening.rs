@@ -3,8 +3,8 @@
 use remora_files::{FilesError, Purpose};
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Error, Reads, Volume};
-use remora_volume::message::ServerId;
 use remora_volume::read_only::{ReadOnly, ReadOnlyOptions};
+use remora_volume::rules::ServerId;
 use remora_volume::shape::Shape;
 use remora_volume::writer::End;
 

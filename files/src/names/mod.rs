@@ -12,8 +12,8 @@
 //!
 //! - `tree`: inodes, directories and clusters, as the records make them; what is asked, and why it cannot be done.
 //!   **Start here.**
-//! - `inode`, `clusters`, `xattrs`: what it consists of. `acl`: access control lists. `late`: what a host that follows
-//!   keeps of files that were removed.
+//!   With them is what a host that follows keeps of files that were removed.
+//! - `inode`, `clusters`, `xattrs`: what it consists of. Access control lists are extended attributes.
 //! - [`layout`]: where the parts are in a volume; [`log`]: what the log says, and its frames as blocks, written and
 //!   read.
 //! - `writer`: [`Names`], for the one who changes them; as they are read, for the one who follows. `image`:
@@ -21,13 +21,11 @@
 //!
 //! [README.md](../../README.md) has the format with sizes and offsets.
 
-mod acl;
 mod clusters;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 mod image;
 mod inode;
-mod late;
 pub mod layout;
 pub mod log;
 #[cfg(test)]

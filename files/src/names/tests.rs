@@ -833,7 +833,7 @@ fn extended_attributes_are_there_or_not_as_they_are_asked_for() {
 /// What was done at each step to permissions, as `acl(5)` and ext4 have it.
 #[test]
 fn access_control_lists_and_permission_bits_follow_each_other() {
-    use super::acl::tests::list;
+    use super::xattrs::tests::list;
     const ACCESS: &[u8] = b"system.posix_acl_access";
     const DEFAULT: &[u8] = b"system.posix_acl_default";
     let mut world = World::new(Geometry::of(4096).unwrap());

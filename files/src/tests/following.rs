@@ -7,11 +7,10 @@ use std::thread;
 
 use remora_memory::crc::crc32c;
 use remora_volume::layout::Entry;
-use remora_volume::message::{Standing, State};
 use remora_volume::reader::{Blocks, BlocksError, InPlace, Seen};
+use remora_volume::rules::{Generation, Standing, State, Version};
 use remora_volume::shape::{Copies, Shape, VolumeId};
 use remora_volume::store::Store;
-use remora_volume::version::{Generation, Version};
 
 use super::*;
 use crate::mutant::Mutant;

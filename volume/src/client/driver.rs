@@ -1,5 +1,5 @@
 //! Driver: has a volume open. It feeds [`Writer`] with requests, answers and the time, and carries out what it decides.
-//! It decides nothing that the rules are about, and never waits. [`super::turns`] says which thread runs it.
+//! It decides nothing that the rules are about, and never waits. [`Turns`] says which thread runs it.
 //!
 //! Requests are begun in the order in which they were submitted. If a server has no room for the next write, that write
 //! waits, and everything behind it. `catching_up`: what is said of copies that are taken back; `looking`: reads that
@@ -7,10 +7,11 @@
 //! space for a write; `turn`: what the thread that runs it does.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -23,13 +24,11 @@ use super::request::{Completion, Done, Op, Request};
 use super::{AT_WORK, Bring, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, NO_CATCH_UP, Reads, Shared, Writes};
 use crate::layout::{Entry, Layout};
 use crate::link::{self, Rdma};
-use crate::message::{self, Answer, Holder, ServerId};
-use crate::overlap::{last_write_of, newest};
 use crate::reader::Found;
+use crate::rules::{self, Answer, Holder, ServerId, Version};
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
-use crate::version::Version;
-use crate::wire::{Call, Cause, Mode, Reply, Run};
+use crate::wire::{Call, Cause, Mode, Reply, Run, last_write_of, newest};
 use crate::writer::{Action, End, Nearness, Seen, Writer};
 
 /// See the module's text.
@@ -306,28 +305,28 @@ impl Driver {
         }
     }
 
-    fn send(&mut self, server: ServerId, request: message::Request) {
+    fn send(&mut self, server: ServerId, request: rules::Request) {
         let call = match request {
-            message::Request::Ask => {
+            rules::Request::Ask => {
                 self.connect(server);
                 self.first_call(server)
             }
-            message::Request::Promise(holder) => Call::Promise(holder),
-            message::Request::CatchUp { holder, lender, since } => {
+            rules::Request::Promise(holder) => Call::Promise(holder),
+            rules::Request::CatchUp { holder, lender, since } => {
                 self.catch_up_begins(server);
                 let lender = self.remotes.get(lender.0).map(|remote| remote.address().to_string());
                 Call::CatchUp { holder, since, lender: lender.unwrap_or_default() }
             }
-            message::Request::Mark { holder, may_lack_tail } => Call::Mark { holder, may_lack_tail },
-            message::Request::Flush(holder) => Call::Flush(holder),
-            message::Request::Confirm { holder, question } => Call::Confirm { holder, question },
-            message::Request::Read { holder, number } => {
+            rules::Request::Mark { holder, may_lack_tail } => Call::Mark { holder, may_lack_tail },
+            rules::Request::Flush(holder) => Call::Flush(holder),
+            rules::Request::Confirm { holder, question } => Call::Confirm { holder, question },
+            rules::Request::Read { holder, number } => {
                 let Some(read) = self.reads.get(&number) else { return };
                 self.shared.counts.asked.fetch_add(1, Ordering::Relaxed);
                 let run = read.run;
                 if read.is_map { Call::Map { holder, number, run } } else { Call::Read { holder, number, run } }
             }
-            message::Request::Write { version, holder } => {
+            rules::Request::Write { version, holder } => {
                 let Some(message) = self.message_of(server, holder, version) else { return };
                 let is_sent = self.remote(server, |remote, now| remote.write(version, message, now));
                 return self.unless(is_sent, server);
@@ -554,7 +553,7 @@ impl Driver {
         self.writer.answered(server, Answer::Read { number, newest });
     }
 
-    pub(super) fn look_at_the_time(&mut self) {
+    fn look_at_the_time(&mut self) {
         let now = Instant::now();
         self.looks_soon = false;
         let since = now.saturating_duration_since(std::mem::replace(&mut self.looked, now));
@@ -608,7 +607,7 @@ impl Driver {
     /// later writer, although only regions are read.
     fn beat(&mut self, server: ServerId) {
         if let Some(holder) = self.writer.holder().filter(|_| self.writer.is_serving()) {
-            self.send(server, message::Request::Confirm { holder, question: NO_QUESTION });
+            self.send(server, rules::Request::Confirm { holder, question: NO_QUESTION });
         }
     }
 
@@ -623,7 +622,7 @@ impl Driver {
     }
 
     /// Whether the volume's thread has something to do now.
-    pub(super) fn needs_keeper(&self) -> bool {
+    fn needs_keeper(&self) -> bool {
         self.is_over || self.looks_soon || !self.handed.is_empty() || !self.handed_failures.is_empty()
     }
 
@@ -633,7 +632,7 @@ impl Driver {
     }
 
     /// Begins requests and carries out what is decided, without calling a caller's `done`.
-    pub(super) fn go_on_for_a_caller(&mut self) {
+    fn go_on_for_a_caller(&mut self) {
         self.is_for_a_caller = true;
         self.begin();
         self.carry_out();
@@ -930,7 +929,7 @@ pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// between two looks take on a busy host, and shorter than any time limit for servers.
 const STOPPED: Duration = Duration::from_millis(500);
 
-// What the thread that has the driver does with it ([`super::turns`]).
+// What the thread that has the driver does with it ([`self`]).
 
 // What is said of it, in the log and to callers. Once when it begins, at each tenth of the copy, and when
 // the copy is whole.
@@ -951,6 +950,169 @@ fn part_reached(before: u64, now: u64, blocks: u64) -> Option<u64> {
 
 // Servers that have no space for a write. If writes cannot be acknowledged without them, callers are told so at
 // once. What was accepted is kept, in its order, and is written when there is space again.
+
+// Turns: which thread runs the driver. The one that brings an event does, so that no other thread has to be woken for
+// it: with a write of 4 KiB, to wake a thread takes longer than everything else.
+//
+// ```text
+//   a caller ─────────────── submits ────▶ queue ─╮
+//   the messenger's worker ─ an answer ───────────┤  one at a time has the driver, for one turn
+//   a reader of a region ─── news ────────────────┤─▶ Driver
+//   the volume's thread ──── the time ────────────╯
+// ```
+//
+// - **A caller never waits for the driver.** If another thread has it, that one begins the request: it looks into the
+//   queue again after it has given the driver back.
+// - **`done` is not called by a thread that submits**, so callers may hold locks which `done` takes. What a caller's
+//   turn completes is handed to the volume's thread. This is rare: a read in place that had to wait, and a flush of
+//   what is flushed already.
+// - The other threads wait for the driver, which is busy for microseconds.
+
+/// See the text above.
+pub(super) struct Turns {
+    submitted: Mutex<Submitted>,
+    /// `None`: before the volume is opened, and after its end.
+    driver: Mutex<Option<Driver>>,
+    /// The thread that looks at the time.
+    keeper: OnceLock<Thread>,
+}
+
+impl fmt::Debug for Turns {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Turns").finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
+struct Submitted {
+    queue: VecDeque<Op>,
+    /// The volume has ended: nothing is begun any more.
+    is_over: bool,
+}
+
+impl Turns {
+    pub(super) fn new() -> Arc<Turns> {
+        Arc::new(Turns { submitted: Mutex::default(), driver: Mutex::new(None), keeper: OnceLock::new() })
+    }
+
+    /// Submits a request. It is given back if the volume has ended.
+    pub(super) fn submit(&self, op: Op) -> Option<Op> {
+        let mut submitted = self.submitted();
+        if submitted.is_over {
+            return Some(op);
+        }
+        submitted.queue.push_back(op);
+        drop(submitted);
+        self.begin_submitted();
+        None
+    }
+
+    /// Begins what is submitted, unless another thread has the driver: that one looks into the queue again after it has
+    /// given it back.
+    fn begin_submitted(&self) {
+        while self.is_waiting() {
+            let mut driver = match self.driver.try_lock() {
+                Ok(driver) => driver,
+                Err(TryLockError::Poisoned(poisoned)) => given_up(poisoned),
+                Err(TryLockError::WouldBlock) => return,
+            };
+            let Some(running) = driver.as_mut().filter(|running| !running.is_over()) else { return };
+            self.take_submitted(running);
+            running.go_on_for_a_caller();
+            let needs_keeper = running.needs_keeper();
+            drop(driver);
+            if needs_keeper {
+                self.wake_keeper();
+            }
+        }
+    }
+
+    /// Something has happened: the calling thread carries it out, and what follows from it.
+    pub(super) fn happened(&self, event: Event) {
+        self.turn(|driver| driver.happened(event));
+    }
+
+    /// The volume's thread: until the volume is closed, or ends. What is then under way is dropped, and so completed
+    /// with the reason.
+    pub(super) fn keep(&self, driver: Driver) {
+        let _ = self.keeper.set(std::thread::current()); // there is one
+        *self.driver() = Some(driver);
+        while self.turn(Driver::look_at_the_time) {
+            std::thread::park_timeout(LOOK_AGAIN);
+        }
+        let driver = self.driver().take();
+        let mut submitted = self.submitted();
+        submitted.is_over = true;
+        let queue = std::mem::take(&mut submitted.queue);
+        drop(submitted);
+        // Without a lock: their completions are the callers' own code, and the messenger's threads are waited for.
+        drop(queue);
+        if let Some(driver) = driver {
+            driver.end();
+        }
+    }
+
+    /// The volume is to end.
+    pub(super) fn close(&self) {
+        self.happened(Event::Close);
+        self.wake_keeper();
+    }
+
+    /// A turn of a thread that may call callers' own code. Returns whether the volume goes on.
+    fn turn(&self, does: impl FnOnce(&mut Driver)) -> bool {
+        let mut does = Some(does);
+        loop {
+            let mut driver = self.driver();
+            let Some(running) = driver.as_mut().filter(|running| !running.is_over()) else { return false };
+            if let Some(does) = does.take() {
+                does(running);
+            }
+            self.take_submitted(running);
+            running.go_on();
+            let (goes_on, needs_keeper) = (!running.is_over(), running.needs_keeper());
+            drop(driver);
+            if needs_keeper {
+                self.wake_keeper();
+            }
+            if !goes_on || !self.is_waiting() {
+                return goes_on;
+            }
+        }
+    }
+
+    /// The driver gets what is submitted.
+    fn take_submitted(&self, driver: &mut Driver) {
+        driver.submitted(std::mem::take(&mut self.submitted().queue));
+    }
+
+    fn is_waiting(&self) -> bool {
+        !self.submitted().queue.is_empty()
+    }
+
+    fn wake_keeper(&self) {
+        // It wakes itself if that was the one.
+        if let Some(keeper) = self.keeper.get() {
+            keeper.unpark();
+        }
+    }
+
+    fn submitted(&self) -> MutexGuard<'_, Submitted> {
+        self.submitted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn driver(&self) -> MutexGuard<'_, Option<Driver>> {
+        self.driver.lock().unwrap_or_else(given_up)
+    }
+}
+
+/// The driver of a thread that has panicked. It does nothing more.
+fn given_up<'a>(poisoned: PoisonError<MutexGuard<'a, Option<Driver>>>) -> MutexGuard<'a, Option<Driver>> {
+    let mut driver = poisoned.into_inner();
+    if let Some(driver) = driver.as_mut() {
+        driver.give_up();
+    }
+    driver
+}
 
 #[cfg(test)]
 mod tests {

@@ -7,10 +7,10 @@
 //! ```
 //!
 //! - `request`: what can be asked, how it is completed, and requests of any length, as several. **Start here.**
-//! - `driver`: carries out what [`crate::writer`] decides; `turns`: which thread runs it.
+//! - `driver`: carries out what [`crate::writer`] decides; and which thread runs it.
 //! - `remote`: one server, as the driver sees it, and how much may be under way there.
-//! - `reads`: the ways to read; `regions`: copies that are read without asking their servers, and reads that a caller's
-//!   thread answers itself.
+//! - `regions`: the ways to read, copies that are read without asking their servers, and reads that a caller's thread
+//!   answers itself.
 //! - `outgoing`: memory out of which servers pull large writes, and memory for long reads.
 //! - `once`: what is asked without opening a volume: to make it, how its copies stand, to scrub or remove them, and
 //!   what it holds.
@@ -22,11 +22,9 @@
 mod driver;
 mod once;
 mod outgoing;
-mod reads;
 mod regions;
 mod remote;
 mod request;
-mod turns;
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
@@ -39,19 +37,18 @@ use remora_messenger::{Address, Connection, Delivery, Dispatcher, Messenger, Ref
 
 pub use crate::link::AT_WORK;
 use crate::link::{self, LEAST_ROOM, MOST_ROOM, Rdma, Security};
-use crate::message::ServerId;
+use crate::rules::ServerId;
 use crate::shape::{Copies, Shape};
 use crate::wire::{MOST_BLOCKS, MOST_ENTRIES, Run};
 use crate::writer::End;
-use driver::Driver;
+use driver::{Driver, Turns};
 pub use once::{Left, Peek};
 pub use outgoing::{NotAWay, Writes};
-pub use reads::{NotAWayToRead, Reads};
 use regions::{Here, News, UnderWay};
+pub use regions::{NotAWayToRead, Reads};
 pub use remote::{NotAWindow, WindowSize};
 pub use request::Request;
 use request::{Completion, Op};
-use turns::Turns;
 
 /// Settings of a client.
 #[derive(Clone, Debug)]

@@ -8,9 +8,8 @@ use remora_messenger::{Address, Connection, Messenger};
 
 use super::{AT_WORK, ClientOptions, Error, Event, Post, Volume, count, messenger};
 use crate::link::{self, Caller};
-use crate::message::{Holder, Standing, State};
+use crate::rules::{Holder, Standing, State, Version};
 use crate::shape::{BLOCK_BYTES, Shape};
-use crate::version::Version;
 use crate::wire::{Call, Findings, Mode, Reply, Run, Status};
 
 // One question to servers, without opening the volume.

@@ -10,7 +10,7 @@ use remora_messenger::{Address, Connection, Message};
 
 use super::regions::Region;
 use crate::link::{LEAST_ROOM, MOST_ROOM};
-use crate::version::Version;
+use crate::rules::Version;
 use crate::wire::Room;
 
 /// See the module's text.
@@ -563,7 +563,7 @@ mod tests {
 
     use super::*;
     use crate::link::{self, Security};
-    use crate::version::Generation;
+    use crate::rules::Generation;
 
     struct Silent;
 

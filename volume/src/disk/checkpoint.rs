@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::files::{Failure, Files, Name};
-use super::journal::{Due, Journal, write_superblock};
-use super::record::Superblock;
+use super::journal::{Due, Journal, Superblock, write_superblock};
 use crate::layout::{ENTRY_BYTES, Entry, Layout};
 use crate::shape::BLOCK_BYTES;
 use crate::store::Store;

@@ -15,7 +15,7 @@ use rustix::io::Errno;
 /// A file of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Name {
-    /// See [`super::record`].
+    /// See [`super::journal`].
     Superblock,
     /// The blocks and their entries, as of the last checkpoint.
     Extents,

@@ -7,13 +7,13 @@
 //!            a segment is full ─▶ checkpoint: its blocks go to the extents, fdatasync, the segment is removed
 //! ```
 //!
-//! - `record`: an event as bytes: how the copy stands after it, and the blocks that it changed; and the superblock,
-//!   with which recovery begins. **Start here.**
-//! - `files`: what a store asks of its folder, and the system's; `root`: the folders of a server's copies.
-//! - `journal`: appends, and knows what is synced.
+//! - `journal`: an event as bytes: how the copy stands after it, and the blocks that it changed; the superblock, with
+//!   which recovery begins; and what appends, and knows what is synced. **Start here.**
+//! - `files`: what a store asks of its folder, and the system's.
 //! - `checkpoint`: moves blocks from the journal's segments to the extents, and scrubs: it reads what no client reads,
 //!   before it is needed.
-//! - `recovery`: finds the copy again, and makes the store of one that becomes larger.
+//! - `recovery`: finds the copy again, and makes the store of one that becomes larger; the folders of
+//!   a server's copies.
 //!
 //! What holds:
 //!
@@ -26,14 +26,10 @@
 //!
 //! Assumed of the device: what was synced stays, also if a neighbouring sector is written when the power fails.
 
-#[cfg(test)]
-mod changed;
 pub(crate) mod checkpoint;
 pub(crate) mod files;
 pub(crate) mod journal;
-pub(crate) mod record;
 pub(crate) mod recovery;
-pub(crate) mod root;
 #[cfg(test)]
 mod simulated;
 #[cfg(test)]

@@ -20,10 +20,9 @@ use super::slot::{Abandoned, Slot};
 use super::{answer, refuse};
 use crate::layout::Entry;
 use crate::link::{Caller, LOOK_AGAIN, Security};
-use crate::message::Holder;
+use crate::rules::{Generation, Holder, Version};
 use crate::shape::BLOCK_BYTES;
 use crate::store::sums;
-use crate::version::{Generation, Version};
 use crate::wire::{Call, Cause, MOST_ENTRIES, Mode, Reply, Run};
 
 /// See the module's text.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{fmt, io};
 
 use bytes::Bytes;
@@ -13,19 +14,18 @@ use remora_messenger::{Address, Connection, Delivery, Dispatcher, Refusal};
 
 use super::borrower::Borrower;
 use super::exports::Exports;
-use super::growing::{Asked, Growing, Larger, no_memory};
-use super::kept::{Kept, Stores};
+use super::kept::{Kept, SYNC_EVERY, Stores};
 use super::puller::{Puller, Pulling, Staging};
-use super::slot::{self, Done, GROWS, Means, NO_WRITER, Slot, millis};
+use super::slot::{self, Asked, Done, GROWS, Growing, Larger, Means, NO_WRITER, Slot, millis, no_memory};
 use super::{Budget, ONLY_LOANS, ONLY_READS, ServerOptions, answer, refuse};
-use crate::copy::Copy;
-use crate::disk::files::Failure;
+use crate::disk::checkpoint::{self, Findings};
+use crate::disk::files::{Failure, Files, Name};
+use crate::disk::journal::write_superblock;
 use crate::disk::recovery;
 use crate::layout::Layout;
 use crate::link::{self, AT_WORK, LEAST_ROOM, MOST_ROOM, Rdma, Security};
-use crate::message::{Standing, State};
-use crate::shape::{Shape, VolumeId};
-use crate::size::Opened;
+use crate::rules::{Copy, Standing, State};
+use crate::shape::{Opened, Shape, VolumeId};
 use crate::store::Store;
 use crate::wire::{Call, Cause, Mode, Reply, Room, Status, Used};
 
@@ -181,12 +181,12 @@ impl Host {
         &self.exports
     }
 
-    pub(super) fn slot_of(&self, volume: VolumeId) -> Option<Arc<Slot>> {
+    fn slot_of(&self, volume: VolumeId) -> Option<Arc<Slot>> {
         lock(&self.slots).get(&volume).cloned()
     }
 
     /// The slot of a volume. A volume that is not known here gets one.
-    pub(super) fn slot_or_unknown(&self, shape: Shape) -> Arc<Slot> {
+    fn slot_or_unknown(&self, shape: Shape) -> Arc<Slot> {
         let mut slots = lock(&self.slots);
         Arc::clone(slots.entry(shape.volume()).or_insert_with(|| Arc::new(Slot::unknown(shape))))
     }
@@ -233,7 +233,7 @@ impl Host {
     }
 
     /// The copy has the size that a writer has asked for.
-    pub(super) fn go_on_to_open(&self, connection: &Connection, slot: &Arc<Slot>, writer: u64) {
+    fn go_on_to_open(&self, connection: &Connection, slot: &Arc<Slot>, writer: u64) {
         let state = slot.lock();
         // With the copy's lock held: if the connection ends now, what ends it waits until it is in the copy's list.
         if lock(&self.connections).contains_key(&connection.id()) {
@@ -351,7 +351,7 @@ impl Host {
     }
 
     /// Whether there is memory for a copy of this shape, and space in the stores, beside what there is.
-    pub(super) fn could_have(&self, shape: Shape) -> Result<(), String> {
+    fn could_have(&self, shape: Shape) -> Result<(), String> {
         let bytes = Layout::of(shape).length();
         if self.budget.take(bytes).is_none() {
             return Err(no_memory(bytes));
@@ -360,7 +360,7 @@ impl Host {
     }
 
     /// Begins to copy a copy into a larger one.
-    pub(super) fn begin_growing(&self, client: &Connection, slot: Arc<Slot>, larger: Larger, opener: Option<u64>) {
+    fn begin_growing(&self, client: &Connection, slot: Arc<Slot>, larger: Larger, opener: Option<u64>) {
         let (of_thread, connection) = (Arc::clone(&slot), client.clone());
         let (host, is_stopping) = (self.me.upgrade(), Arc::clone(&self.is_stopping));
         let growing = Growing { slot: of_thread, larger, connection, opener, is_stopping };
@@ -660,7 +660,7 @@ const MOST_READERS: usize = 128;
 
 const NO_STAGING: &str = "the server has as many writers as its memory for writes under way permits: give it more";
 
-pub(super) const OTHER_SHAPE: &str = "the volume has another size, or another number of copies, here: if it was made larger, \
+const OTHER_SHAPE: &str = "the volume has another size, or another number of copies, here: if it was made larger, \
      take its file from the host where it was, and run remora volume grow again if that was interrupted";
 
 /// Why a copy of another size is not shown.
@@ -687,3 +687,198 @@ const LOST: &str =
 
 // What clients ask of a volume without opening it, each on a connection of its own: how its copy stands, a
 // scrub of it, its removal, its growth.
+
+// Keeper: the threads that keep copies right. One scrubs, and with stores moves blocks from the journals to the
+// extents. With stores, another one syncs, for every answer that waits at once. Neither holds a copy's lock while it
+// waits for the device.
+
+/// Syncs until the server ends.
+pub(super) fn sync(host: &Host, stores: &Stores) {
+    while !host.is_stopping() {
+        stores.wait(SYNC_EVERY);
+        for slot in host.slots() {
+            sync_one(&slot);
+        }
+    }
+}
+
+fn sync_one(slot: &Slot) {
+    let mut state = slot.lock();
+    let Some(kept) = state.kept() else { return };
+    let number = kept.number();
+    let Some(sync) = kept.begin_sync(Instant::now()) else { return };
+    drop(state);
+    let result = sync.run();
+    let mut state = slot.lock();
+    if state.kept().is_none_or(|kept| kept.number() != number) {
+        return; // it was lost meanwhile
+    }
+    match result {
+        Ok(()) => state.synced(&sync),
+        Err(failure) => state.lose(&failure),
+    }
+}
+
+/// Scrubs until the server ends, and makes checkpoints between.
+pub(super) fn keep(host: &Host) {
+    let mut next_round = Instant::now();
+    while !host.is_stopping() {
+        let now = Instant::now();
+        let is_round = now >= next_round;
+        if is_round {
+            next_round = now + LOOK_AGAIN;
+        }
+        let mut is_asked = false;
+        for slot in host.slots() {
+            if is_round {
+                checkpoint_one(host, &slot);
+                say_synced(&slot);
+            }
+            is_asked |= scrub_some(&slot, is_round);
+        }
+        std::thread::sleep(if is_asked { PIECE_PAUSE } else { LOOK_AGAIN });
+    }
+}
+
+/// A checkpoint, if one is due.
+fn checkpoint_one(host: &Host, slot: &Slot) {
+    let mut state = slot.lock();
+    let Some(kept) = state.kept() else { return };
+    let (number, begun) = (kept.number(), kept.begin_checkpoint());
+    let Some((mut checkpoint, superblock)) = begun else { return };
+    drop(state);
+    // The copy's lock, as long as the store is the same.
+    let lock = || -> Option<MutexGuard<'_, slot::State>> {
+        let mut state = slot.lock();
+        let is_same = !host.is_stopping() && state.kept().is_some_and(|kept| kept.number() == number);
+        is_same.then_some(state)
+    };
+    let began = Instant::now();
+    let mut copy = || -> Result<Option<()>, Failure> {
+        checkpoint.announce(superblock)?;
+        loop {
+            let Some(state) = lock() else { return Ok(None) };
+            let batch = state.next_batch(&mut checkpoint);
+            drop(state);
+            if batch.is_empty() {
+                break;
+            }
+            checkpoint.write(&batch)?;
+        }
+        let Some(event) = lock().and_then(|mut state| state.kept().map(|kept| kept.want_sync())) else {
+            return Ok(None);
+        };
+        loop {
+            let Some(mut state) = lock() else { return Ok(None) };
+            if state.kept().is_some_and(|kept| kept.is_synced(event)) {
+                break;
+            }
+            drop(state);
+            std::thread::sleep(SYNC_PAUSE);
+        }
+        checkpoint.sync()?;
+        let superblock = lock().and_then(|mut state| state.kept().map(|kept| checkpoint.superblock(kept.journal())));
+        superblock.map(|superblock| checkpoint.complete(superblock)).transpose()
+    };
+    let result = copy();
+    let Some(mut state) = lock() else { return };
+    match (result, state.kept()) {
+        (Ok(_), Some(kept)) => {
+            checkpoint.end(kept.journal());
+            tracing::debug!(took = ?began.elapsed(), "a checkpoint of a copy");
+        }
+        (Err(failure @ Failure::Full { .. }), Some(kept)) => {
+            tracing::warn!(%failure, "a checkpoint was given up: the journal grows until the next one");
+            checkpoint.give_up(kept.journal());
+        }
+        (Err(failure), _) => state.lose(&failure),
+        (Ok(_), None) => {}
+    }
+}
+
+/// Writes into the superblock what is durable, if no record says it.
+fn say_synced(slot: &Slot) {
+    let mut state = slot.lock();
+    let Some(kept) = state.kept() else { return };
+    let (number, files) = (kept.number(), Arc::clone(kept.files()));
+    let Some(superblock) = kept.say_synced(Instant::now()) else { return };
+    drop(state);
+    if let Err(failure) = write_superblock(&*files, superblock) {
+        let mut state = slot.lock();
+        if state.kept().is_some_and(|kept| kept.number() == number) {
+            state.lose(&failure);
+        }
+    }
+}
+
+/// Reads some blocks, if a scrub is due in this round, or a client waits for it. Returns whether one does.
+fn scrub_some(slot: &Slot, is_round: bool) -> bool {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let mut state = slot.lock();
+    if !is_round && !state.is_scrub_asked() {
+        return false;
+    }
+    let Some(piece) = state.next_piece(now) else { return false };
+    let mut findings = Findings::default();
+    let moved = state.scrub_memory(piece.clone(), &mut findings);
+    let Some((kept, memory)) = state.kept_and_memory() else {
+        state.scrubbed(&piece, &findings, now);
+        return state.is_scrub_asked();
+    };
+    let (number, files, layout) = (kept.number(), Arc::clone(kept.files()), memory.layout());
+    drop(state);
+    let bad = checkpoint::in_extents(&*files, layout, &moved);
+    let mut state = slot.lock();
+    let Some((kept, memory)) = state.kept_and_memory().filter(|(kept, _)| kept.number() == number) else {
+        return false; // it was lost meanwhile
+    };
+    let repaired = checkpoint::repair(kept.journal(), memory, &bad, &mut findings);
+    if !findings.repaired.is_empty() {
+        let blocks = &findings.repaired;
+        tracing::error!(file = files.path(Name::Extents), ?blocks, "blocks were damaged in a store, and are repaired");
+    }
+    let superblock = state.scrubbed(&piece, &findings, now);
+    let is_asked = state.is_scrub_asked();
+    drop(state);
+    let written = superblock.map(|superblock| write_superblock(&*files, superblock)).transpose();
+    if let Err(failure) = repaired.and(written) {
+        let mut state = slot.lock();
+        if state.kept().is_some_and(|kept| kept.number() == number) {
+            match failure {
+                Failure::Full { .. } => tracing::warn!(%failure, "a damaged block could not be written again"),
+                Failure::Lost { .. } => state.lose(&failure),
+            }
+        }
+    }
+    is_asked
+}
+
+/// Threads of the keeper: one that scrubs, and with stores one that syncs.
+pub(super) fn start(host: &Arc<Host>) -> std::io::Result<Vec<JoinHandle<()>>> {
+    let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| std::thread::Builder::new().name(name.into()).spawn(run);
+    let shared = Arc::clone(host);
+    let mut threads = vec![spawn("volume-keeper", Box::new(move || keep(&shared)))?];
+    if let Some(stores) = host.stores() {
+        let (shared, stores) = (Arc::clone(host), Arc::clone(stores));
+        match spawn("volume-sync", Box::new(move || sync(&shared, &stores))) {
+            Ok(thread) => threads.push(thread),
+            Err(error) => {
+                host.stop();
+                for thread in threads {
+                    let _ = thread.join(); // a panic was reported where it happened
+                }
+                return Err(error);
+            }
+        }
+    }
+    Ok(threads)
+}
+
+/// How often it is looked whether a checkpoint or a scrub is due: a segment takes longer to fill.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
+/// While a checkpoint waits for a sync, which takes some of these.
+const SYNC_PAUSE: Duration = Duration::from_millis(2);
+
+/// Between two pieces of a scrub for which a client waits: writers get the copy's lock meanwhile.
+const PIECE_PAUSE: Duration = Duration::from_millis(1);

@@ -1,4 +1,4 @@
-//! Server: lends the memory of its host to volumes. It obeys the rules of [`crate::copy`], and knows no other server
+//! Server: lends the memory of its host to volumes. It obeys the rules of [`crate::rules`], and knows no other server
 //! until a writer names one from which a copy takes what it lacks.
 //!
 //! ```text
@@ -8,13 +8,13 @@
 //!                          Slot: the copy's rules, its store, its connections ◀── Borrower: a thread per catch-up
 //! ```
 //!
-//! - `host`: connections, the memory that volumes share, and what clients ask of a volume without opening it.
+//! - `host`: connections, the memory that volumes share, and what clients ask of a volume without opening it; and the
+//!   threads that sync, make checkpoints, and scrub.
 //! - `slot`: one volume. Every call of a connection is done here, in order, and answered; and the steps of its
-//!   failures, reads, catch-up and scrub. `slot::grow`: those of its growth.
+//!   failures, reads, catch-up and scrub. At its end: its growth into a larger one.
 //! - `exports`: the regions of copies, readable for their writers, also by RDMA.
-//! - `kept`: a copy's store, and who waits for it; `keeper`: the threads that sync, make checkpoints, and scrub;
-//!   `scrubbing`: how far that is.
-//! - `growing`: copies a copy into a larger one. `borrower`: brings a copy up to date from another server.
+//! - `kept`: a copy's store, who waits for it, and how far its scrub is.
+//! - `borrower`: brings a copy up to date from another server.
 //! - `puller`: takes large writes out of their writer's memory, or out of another server's, and what writers may have
 //!   under way.
 //!
@@ -24,14 +24,11 @@
 
 mod borrower;
 mod exports;
-mod growing;
 mod host;
-mod keeper;
 mod kept;
 mod puller;
 #[cfg(test)]
 mod question_tests;
-mod scrubbing;
 mod slot;
 #[cfg(test)]
 mod tests;
@@ -109,7 +106,7 @@ impl Server {
         let settings = link::options(&options.security, options.workers, MAX_SESSIONS);
         let messenger = Messenger::new(link::server_policy(), &settings, Arc::<Host>::clone(&host))?;
         let address = messenger.listen(address)?;
-        let keepers = keeper::start(&host)?;
+        let keepers = host::start(&host)?;
         Ok(Server { host, messenger: Some(messenger), address, keepers })
     }
 
@@ -119,7 +116,7 @@ impl Server {
     }
 
     /// How its copy of a volume stands; `None` if it holds none.
-    pub fn standing(&self, volume: VolumeId) -> Option<crate::message::Standing> {
+    pub fn standing(&self, volume: VolumeId) -> Option<crate::rules::Standing> {
         self.host.standing(volume)
     }
 

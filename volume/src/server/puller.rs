@@ -16,11 +16,10 @@ use crate::link::{
     Caller, LEAST_ROOM, Laid, Lane, MOST_ROOM, PROGRESS_AT, REACH_LIMIT, REGION_BYTES, Rdma, SEEN_AT, Security,
     has_place,
 };
-use crate::message::Holder;
 use crate::reader::fetch;
+use crate::rules::{Holder, Version};
 use crate::shape::{BLOCK_BYTES, Shape};
 use crate::store::sums;
-use crate::version::Version;
 use crate::wire::{Call, Cause, Mode, Reply, Used};
 
 /// What the host and the thread share.

@@ -10,7 +10,7 @@ use super::slot::Slot;
 use super::{Server, ServerOptions};
 use crate::client::{ClientOptions, Volume, new_id};
 use crate::link::{Caller, Security};
-use crate::message::{ServerId, State};
+use crate::rules::{ServerId, State};
 use crate::shape::{BLOCK_BYTES, Copies, Shape};
 use crate::wire::{Call, Cause, Findings, Reply};
 

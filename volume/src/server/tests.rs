@@ -11,7 +11,7 @@ use remora_messenger::Address;
 use super::{Budget, Server, ServerOptions, Used};
 use crate::client::{ClientOptions, Volume, new_id};
 use crate::disk::files::failing;
-use crate::message::State;
+use crate::rules::State;
 use crate::shape::{BLOCK_BYTES, Copies, Shape};
 
 /// Which folder fails is said for the process.

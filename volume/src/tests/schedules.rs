@@ -2,16 +2,16 @@
 
 use std::time::{Duration, Instant};
 
-use super::plays::{self, Counts, play_for};
 use super::world::World;
-use crate::message::ServerId;
+use super::{Counts, play_for};
 use crate::mutant::Mutant;
+use crate::rules::ServerId;
 use crate::shape::Copies;
 
 /// Steps of one schedule: some hundred messages, several writers, and what happens to them.
 const STEPS: usize = 600;
 
-/// How long all kinds of volumes are played together, if [`plays::time`] is not told otherwise. `make test-all` says
+/// How long all kinds of volumes are played together, if [`super::time`] is not told otherwise. `make test-all` says
 /// three times as long.
 const USUAL: Duration = Duration::from_secs(10);
 
@@ -47,7 +47,7 @@ fn nothing_that_was_flushed_is_ever_lost_and_no_other_loss_is_unsaid() {
 
 fn nothing_is_lost(stores: bool) {
     let first = remora_lab::random::seed("schedules");
-    let time = plays::time(USUAL) / KINDS.len() as u32;
+    let time = super::time(USUAL) / KINDS.len() as u32;
     let mut all = Counts::new();
     for kind in KINDS {
         let what = format!("a volume of the kind {kind:?}");

@@ -4,9 +4,8 @@
 use remora_lab::Random;
 
 use crate::mutant::Mutant;
-use crate::shape::Copies;
-use crate::size::{Opened, Size};
-use crate::tests::plays::{self, Counts};
+use crate::shape::{Copies, Opened, Size};
+use crate::tests::{self, Counts};
 
 /// A server's copy, and its store if it has one.
 #[derive(Clone, Copy, Debug)]
@@ -258,8 +257,8 @@ fn play(seed: u64, counts: &mut Counts) -> Option<String> {
 
 #[test]
 fn a_volume_that_grows_has_the_size_of_its_file_whatever_vanishes() {
-    let time = plays::time(std::time::Duration::from_secs(1));
-    let (seeds, counts) = plays::play_for(time, remora_lab::random::seed("sizes"), "sizes", play);
+    let time = tests::time(std::time::Duration::from_secs(1));
+    let (seeds, counts) = tests::play_for(time, remora_lab::random::seed("sizes"), "sizes", play);
     let all = [
         "a command that was killed",
         "a copy that a writer has grow",

@@ -1,6 +1,5 @@
 //! Torn reads: readers against a store that is written meanwhile. A block that is read must be the block as it was at
 //! one moment of the read.
-
 #![allow(clippy::unwrap_used)]
 
 use std::os::fd::BorrowedFd;
@@ -13,11 +12,10 @@ use remora_lab::Random;
 use remora_lab::random::seed;
 
 use crate::layout::Entry;
-use crate::message::{Holder, Standing, State};
 use crate::reader::{Found, InPlace, OneSided, ReaderError};
+use crate::rules::{Generation, Holder, Standing, State, Version};
 use crate::shape::{BLOCK_BYTES, Copies, Shape, VolumeId};
 use crate::store::{Store, sums};
-use crate::version::{Generation, Version};
 
 const BLOCKS: u64 = 5;
 const LIMIT: Duration = Duration::from_secs(10);

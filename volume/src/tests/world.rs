@@ -7,14 +7,11 @@ use std::ops::Bound;
 
 use remora_lab::Random;
 
-use crate::copy::{Copy, Refusal, Tail};
 use crate::layout::{Entry, Need};
-use crate::message::{Answer, Holder, Request, ServerId, Standing, State};
 use crate::mutant::Mutant;
-use crate::overlap::{last_write_of, newest, overlap};
+use crate::rules::{Answer, Copy, Generation, Holder, Refusal, Request, ServerId, Standing, State, Tail, Version};
 use crate::shape::Copies;
-use crate::version::{Generation, Version};
-use crate::wire::Run;
+use crate::wire::{Run, last_write_of, newest, overlap};
 use crate::writer::{Action, Nearness, Seen, Writer, may_be_given_out};
 
 /// Blocks of the volume: few, so that writes meet.

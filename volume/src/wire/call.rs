@@ -8,9 +8,8 @@ use super::{
     MOST_ENTRIES, MOST_KEYS, MOST_RUNS, Mode, Room, Run, Status, bounded, expect,
 };
 use crate::layout::Entry;
-use crate::message::{Holder, Standing};
+use crate::rules::{Generation, Holder, Standing, Version};
 use crate::shape::Shape;
-use crate::version::{Generation, Version};
 
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,9 +28,9 @@ pub enum Call {
         /// The volume.
         shape: Shape,
     },
-    /// See [`crate::message::Request::Promise`].
+    /// See [`crate::rules::Request::Promise`].
     Promise(Holder),
-    /// See [`crate::message::Request::CatchUp`].
+    /// See [`crate::rules::Request::CatchUp`].
     CatchUp {
         /// Who asks.
         holder: Holder,
@@ -40,14 +39,14 @@ pub enum Call {
         /// The address of the lender.
         lender: String,
     },
-    /// See [`crate::message::Request::Mark`].
+    /// See [`crate::rules::Request::Mark`].
     Mark {
         /// Who asks.
         holder: Holder,
         /// Whether the generation may begin without a tail.
         may_lack_tail: bool,
     },
-    /// See [`crate::message::Request::Write`]. The data are the blocks, run by run.
+    /// See [`crate::rules::Request::Write`]. The data are the blocks, run by run.
     Write {
         /// Who writes.
         holder: Holder,
@@ -67,16 +66,16 @@ pub enum Call {
         /// The blocks.
         run: Run,
     },
-    /// See [`crate::message::Request::Flush`].
+    /// See [`crate::rules::Request::Flush`].
     Flush(Holder),
-    /// See [`crate::message::Request::Confirm`].
+    /// See [`crate::rules::Request::Confirm`].
     Confirm {
         /// Who asks.
         holder: Holder,
         /// The number of the question.
         question: u64,
     },
-    /// See [`crate::message::Request::Read`]. Answered by [`super::Reply::Data`].
+    /// See [`crate::rules::Request::Read`]. Answered by [`super::Reply::Data`].
     Read {
         /// Who asks.
         holder: Holder,
@@ -436,12 +435,12 @@ pub enum Reply {
         /// Blocks that were compared.
         compared: u64,
     },
-    /// See [`crate::message::Answer::Whole`].
+    /// See [`crate::rules::Answer::Whole`].
     Whole {
         /// The last write that was applied.
         applied: Version,
     },
-    /// See [`crate::message::Answer::Written`].
+    /// See [`crate::rules::Answer::Written`].
     Written {
         /// The last write that was applied.
         applied: Version,
@@ -451,7 +450,7 @@ pub enum Reply {
         /// granted to a question only.
         room: Room,
     },
-    /// See [`crate::message::Answer::Confirmed`].
+    /// See [`crate::rules::Answer::Confirmed`].
     Confirmed {
         /// The number of the question.
         question: u64,

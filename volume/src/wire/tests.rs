@@ -8,9 +8,8 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
-use crate::message::{Holder, Standing, State};
+use crate::rules::{Generation, Holder, Standing, State, Version};
 use crate::shape::{Copies, Shape, VolumeId};
-use crate::version::{Generation, Version};
 
 fn versions() -> impl Strategy<Value = Version> {
     any::<u64>().prop_map(|word| Version::from_word(word >> 1).unwrap())
@@ -283,4 +282,30 @@ fn the_seeds_hold_every_kind_of_message() {
     kinds.sort_unstable();
     kinds.dedup();
     assert_eq!(kinds, (1..=17).chain(19..=23).chain(33..=51).collect::<Vec<u16>>());
+}
+
+fn run(first: u64, count: u32) -> Run {
+    Run { first, count }
+}
+
+#[test]
+fn runs_that_touch_have_no_block_in_common() {
+    for (one, other, expected) in [
+        (run(3, 2), run(5, 1), false),
+        (run(3, 2), run(4, 9), true),
+        (run(0, 9), run(4, 1), true),
+        (run(u64::MAX - 1, 9), run(0, 4), false),
+    ] {
+        assert_eq!((overlap(one, other), overlap(other, one)), (expected, expected), "{one:?} {other:?}");
+    }
+}
+
+#[test]
+fn the_last_write_is_found_by_any_of_its_runs() {
+    let first = Generation::NONE.next().unwrap_or_default().start();
+    let second = first.next().unwrap_or_default();
+    let writes = [(first, vec![run(7, 1), run(0, 2)]), (second, vec![run(1, 1)])];
+    let last = |run| last_write_of(run, writes.iter().map(|(version, runs)| (*version, &runs[..])));
+    assert_eq!((last(run(0, 4)), last(run(0, 1)), last(run(6, 3))), (Some(second), Some(first), Some(first)));
+    assert_eq!((last(run(2, 5)), newest([first, second, first]), newest([])), (None, second, Version::NONE));
 }

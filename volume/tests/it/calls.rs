@@ -8,10 +8,9 @@ use remora_lab::Random;
 use remora_messenger::handshake::Versions;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
 use remora_volume::layout::Entry;
-use remora_volume::message::{Holder, Standing};
+use remora_volume::rules::{Generation, Holder, Standing, Version};
 use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
-use remora_volume::version::{Generation, Version};
 use remora_volume::wire::{Call, Cause, Mode, Reply, Room, Run, VERSION};
 
 use crate::cluster::{Cluster, keys, server_options};

@@ -11,7 +11,7 @@ use remora_lab::process::Process;
 use remora_messenger::{Address, Keyring, Token};
 use remora_volume::Security;
 use remora_volume::client::{ClientOptions, Error, Volume, new_id};
-use remora_volume::message::{Standing, State};
+use remora_volume::rules::{Standing, State};
 use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{Copies, Shape};
 
@@ -95,7 +95,7 @@ impl Cluster {
         standing.is_some_and(|standing| standing.state == State::Whole)
     }
 
-    pub fn applied(&self, number: usize) -> remora_volume::version::Version {
+    pub fn applied(&self, number: usize) -> remora_volume::rules::Version {
         let standing = self.servers[number].as_ref().and_then(|server| server.standing(self.shape.volume()));
         standing.unwrap().applied
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use remora_lab::Random;
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Error, Left, Volume};
-use remora_volume::message::State;
+use remora_volume::rules::State;
 use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 use remora_volume::wire::{Call, Findings, Reply};

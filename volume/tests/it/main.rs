@@ -3,7 +3,6 @@
 
 mod calls;
 mod cluster;
-mod faults;
 mod growth;
 mod looks;
 mod nbd;
@@ -11,11 +10,5 @@ mod networks;
 mod pattern;
 mod processes;
 mod pulls;
-mod questions;
-mod read_only;
 mod stores;
-mod tls;
 mod usage;
-mod windows;
-mod writers;
-mod zeros;

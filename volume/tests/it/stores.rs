@@ -8,7 +8,7 @@ use std::time::Duration;
 use remora_lab::require;
 use remora_messenger::Address;
 use remora_volume::client::{Volume, new_id};
-use remora_volume::message::{Standing, State};
+use remora_volume::rules::{Standing, State};
 use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 

@@ -1,9 +1,8 @@
 //! Slot: one volume at this server. The copy's rules, its blocks and its connections are behind one lock, so that calls
 //! take place one after the other, each as a whole.
 
-mod grow;
-
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,24 +11,18 @@ use remora_fabric::RegionId;
 use remora_messenger::{Connection, Pool};
 
 use super::exports::Exports;
-use super::kept::{Kept, Stores, Waiter};
-use super::scrubbing::Scrubbing;
-use super::{Budget, Grant};
-use crate::copy::{Copy, Refusal};
+use super::kept::{Kept, Scrubbing, Stores, Waiter};
+use super::{Budget, Grant, refuse};
 use crate::disk::checkpoint::{self, Batch, Checkpoint, Findings};
 use crate::disk::files::{Failure, Folder};
-use crate::disk::journal::Sync;
-use crate::disk::record::Superblock;
+use crate::disk::journal::{Superblock, Sync};
+use crate::disk::recovery::Growth;
 use crate::layout::{Entry, Layout, Need};
-use crate::message::{Holder, Standing};
-use crate::overlap::newest;
+use crate::rules::{Copy, Holder, Refusal, Standing, Version};
 use crate::server;
-use crate::shape::{BLOCK_BYTES, Shape};
-use crate::size::Size;
+use crate::shape::{BLOCK_BYTES, Opened, Shape, Size};
 use crate::store::{Damaged, Store, sums};
-use crate::version::Version;
-use crate::wire::{Call, Cause, MOST_BLOCKS, Mode, Reply, Room, Run, Status};
-pub(super) use grow::GROWS;
+use crate::wire::{Call, Cause, MOST_BLOCKS, Mode, Reply, Room, Run, Status, newest};
 
 /// See the module's text.
 pub(super) struct Slot {
@@ -41,7 +34,7 @@ pub(super) struct Slot {
 /// What the lock guards.
 pub(super) struct State {
     shape: Shape,
-    /// The blocks that the copy had before a growth that is not agreed ([`crate::size`]).
+    /// The blocks that the copy had before a growth that is not agreed ([`crate::shape`]).
     former: Option<u64>,
     copy: Copy,
     /// `None`: this server has no copy, or has forgotten it.
@@ -863,3 +856,252 @@ impl From<Done> for Abandoned {
 
 // The steps in which every block of a copy is read and checked. The keeper's thread calls them, with the lock
 // held for one step at a time.
+
+// Growing: the copy becomes that of a larger volume, with every block, promise and claim that it has. The thread of
+// The thread of a growth, below, calls these steps, with the lock held for one step at a time.
+//
+// While it grows, the copy has no connections but those that ask how it stands, so no write changes it.
+
+impl State {
+    /// Whether the copy grows at present.
+    pub(in crate::server) fn is_growing(&self) -> bool {
+        self.is_growing
+    }
+
+    /// Whether the server has a copy.
+    pub(in crate::server) fn is_there(&self) -> bool {
+        self.store.is_some()
+    }
+
+    /// Whether a block from this one on was ever written. Behind the end there is none.
+    pub(in crate::server) fn has_written_from(&self, first: u64) -> bool {
+        let Some(store) = &self.store else { return false };
+        // A damaged entry may be of a write.
+        (first..store.layout().blocks()).any(|block| store.entry(block).is_none_or(|entry| entry.is_written()))
+    }
+
+    /// Which size the copy has, and had.
+    pub(in crate::server) fn size(&self) -> Size {
+        Size::kept(self.shape.blocks(), self.former)
+    }
+
+    /// What a writer finds that opens the volume of this shape.
+    pub(in crate::server) fn opened_with(&self, shape: Shape) -> Opened {
+        if self.shape.copies() != shape.copies() {
+            return Opened::Other;
+        }
+        match self.size().opened_with(shape.blocks()) {
+            // It cannot have any: no writer was promised with the size that the copy has.
+            Opened::GoesBack if self.has_written_from(shape.blocks()) => Opened::Other,
+            opened => opened,
+        }
+    }
+
+    /// The size that the copy has is agreed. Durable at once: it is not changed often.
+    pub(in crate::server) fn agree(&mut self) -> Result<(), Done> {
+        if self.former.is_none() {
+            return Ok(());
+        }
+        let mut size = self.size();
+        size.agree();
+        self.former = size.former();
+        if let Some(Err(failure)) = self.kept.as_mut().map(Kept::agree) {
+            self.lose(&failure);
+            return Err(Done::Later);
+        }
+        Ok(())
+    }
+
+    /// The volume has this shape, and no copy here.
+    pub(in crate::server) fn reshape(&mut self, shape: Shape) {
+        debug_assert!(self.store.is_none(), "a copy keeps its shape until all of its blocks were copied");
+        (self.shape, self.former) = (shape, None);
+    }
+
+    /// Ends the connections, and lets none begin.
+    pub(in crate::server) fn begin_growth(&mut self, exports: &Exports) {
+        self.is_growing = true;
+        self.catch_ups += 1;
+        self.compared = None;
+        for session in self.sessions.drain(..) {
+            exports.withdraw(&session.connection);
+            server::refuse(&session.connection, Cause::InUse, GROWS);
+        }
+    }
+
+    /// Copies some blocks from `first` on into the larger copy. Returns those that its store needs, and where to go
+    /// on; `None`: that was all, or there is no copy any more.
+    pub(in crate::server) fn grow(&mut self, larger: &Store, first: u64) -> Option<(Batch, u64)> {
+        let store = self.store.as_ref()?;
+        let all = store.layout().blocks().min(larger.layout().blocks());
+        let end = all.min(first + AT_ONCE);
+        let (mut batch, mut bad) = (Batch::new(), Vec::new());
+        for block in first..end {
+            if store.entry(block).is_some_and(|entry| !entry.is_written()) {
+                continue;
+            }
+            let mut bytes = vec![0; BLOCK_BYTES];
+            match store.get(block, &mut bytes) {
+                Ok(entry) => {
+                    larger.put(block, entry, &bytes);
+                    batch.push((block, entry, bytes));
+                }
+                Err(_) => {
+                    larger.lack(block);
+                    bad.push(block);
+                }
+            }
+        }
+        if !bad.is_empty() {
+            self.found_damaged(&bad);
+        }
+        (first < end).then_some((batch, end))
+    }
+
+    /// The larger copy has every block: it takes the place of this one. Returns whether there is a copy.
+    pub(in crate::server) fn complete_growth(&mut self, larger: Larger, exports: &Exports) -> Result<bool, Failure> {
+        self.is_growing = false;
+        let Some(store) = &self.store else { return Ok(false) };
+        let former = self.size().becomes(larger.store.shape().blocks()).former();
+        if let (Some(Beside { stores, growth }), Some(kept)) = (&larger.beside, &self.kept) {
+            match stores.complete_growth(growth, kept, self.copy.standing(), former) {
+                Ok(kept) => self.kept = Some(kept),
+                Err(failure @ Failure::Full { .. }) => return Err(failure),
+                Err(failure) => {
+                    self.lose(&failure);
+                    return Err(failure);
+                }
+            }
+        }
+        store.set_line(Standing::default()); // its region may still be mapped
+        if let Some(region) = self.region.take() {
+            exports.revoke(region);
+        }
+        self.region = exports.export(larger.store.memory());
+        (self.shape, self.former) = (larger.store.shape(), former);
+        (self.store, self.grant) = (Some(larger.store), Some(larger.grant));
+        self.scrubbing = Scrubbing::new();
+        self.say();
+        Ok(true)
+    }
+
+    /// The growth was given up: the copy is as it was.
+    pub(in crate::server) fn end_growth(&mut self) {
+        self.is_growing = false;
+    }
+}
+
+/// Blocks that are copied with the lock held at once: 1 MiB.
+const AT_ONCE: u64 = 256;
+
+/// Why a connection is ended or refused.
+pub(in crate::server) const GROWS: &str =
+    "the copy is about to become larger: try again when remora volume grow is over";
+
+// Growing: the thread that copies a copy into a larger one, or back into a smaller one.
+//
+// Until the last block is copied the copy is as it was, and so it is if the server ends before: what is left in the
+// folder of the stores is removed at the next start. The promise that it gave, the writes that it holds and what it
+// claims to have held stay, so each rule holds between a copy that has grown and one that has not.
+
+/// What is asked of a copy that could have another size.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// To take it.
+    Do,
+    /// Only whether it could.
+    Could,
+}
+
+/// A copy that is larger, and lacks blocks still.
+pub(super) struct Larger {
+    pub(super) store: Store,
+    pub(super) grant: Grant,
+    /// `None`: it is in memory only.
+    pub(super) beside: Option<Beside>,
+}
+
+/// The store of the larger copy. When this is dropped, the folder beside the copy's is removed, whichever of the two
+/// stores is in it then. No other growth may begin before.
+pub(super) struct Beside {
+    pub(super) stores: Arc<Stores>,
+    pub(super) growth: Growth<Folder>,
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        self.stores.end_growth(self.growth.shape().volume());
+    }
+}
+
+impl Larger {
+    /// Without a block.
+    pub(super) fn new(shape: Shape, budget: &Arc<Budget>, stores: Option<&Arc<Stores>>) -> Result<Larger, String> {
+        let bytes = Layout::of(shape).length();
+        let grant = budget.take(bytes).ok_or_else(|| no_memory(bytes))?;
+        let store = Store::create(shape).map_err(|error| error.to_string())?;
+        let begin = |stores: &Arc<Stores>| {
+            let growth = stores.begin_growth(shape)?;
+            Ok::<_, String>(Beside { stores: Arc::clone(stores), growth })
+        };
+        Ok(Larger { store, grant, beside: stores.map(begin).transpose()? })
+    }
+}
+
+/// Why a copy cannot have another size.
+pub(super) fn no_memory(bytes: u64) -> String {
+    format!("the server has no memory for {bytes} bytes beside the copy as it is: give it more, by --memory")
+}
+
+/// The thread.
+pub(super) struct Growing {
+    pub(super) slot: Arc<Slot>,
+    pub(super) larger: Larger,
+    /// Who is told.
+    pub(super) connection: Connection,
+    /// The copy goes back to the size with which this writer opens the volume on that connection.
+    pub(super) opener: Option<u64>,
+    pub(super) is_stopping: Arc<AtomicBool>,
+}
+
+impl Growing {
+    /// `open`: opens the volume on the connection for the writer for which the copy goes back.
+    pub(super) fn run(self, exports: &Exports, open: impl FnOnce(&Connection, &Arc<Slot>, u64)) {
+        let Growing { slot, larger, connection, opener, is_stopping } = self;
+        let (mut first, mut told) = (0, Instant::now());
+        loop {
+            // A command that was killed wants nothing any more.
+            if is_stopping.load(Ordering::Acquire) || !connection.is_ready() {
+                drop(larger);
+                return slot.lock().end_growth();
+            }
+            let Some((batch, next)) = slot.lock().grow(&larger.store, first) else { break };
+            let written = larger.beside.as_ref().map_or(Ok(()), |beside| beside.growth.write(&batch));
+            if let Err(failure) = written {
+                drop(larger);
+                slot.lock().end_growth();
+                return refuse(&connection, Cause::NoMemory, &failure.to_string());
+            }
+            first = next;
+            if told.elapsed() >= TELL_EVERY {
+                told = Instant::now();
+                server::answer(&connection, &Reply::Progress { compared: first }, Bytes::new());
+            }
+        }
+        let shape = larger.store.shape();
+        let done = slot.lock().complete_growth(larger, exports);
+        match done {
+            Ok(is_there) => {
+                tracing::info!(volume = %shape.volume(), blocks = shape.blocks(), "a copy has another size");
+                match opener {
+                    Some(writer) => open(&connection, &slot, writer),
+                    None => server::answer(&connection, &Reply::Grown { is_there }, Bytes::new()),
+                }
+            }
+            Err(failure) => refuse(&connection, Cause::NoMemory, &failure.to_string()),
+        }
+    }
+}
+
+/// How often the client is told how far it is.
+const TELL_EVERY: Duration = Duration::from_millis(200);

@@ -1,19 +1,254 @@
-//! Copy: the rules of a server. Whom it obeys, which writes it applies, and when its copy is whole.
-//!
-//! ```text
-//!            CatchUp                     all blocks were compared, and what the lender
-//!   Empty ─────────────▶ Behind ───────▶ had applied is applied ───────▶ Whole ── Write ──▶ Whole
-//!                          ▲                                                │
-//!                          ╰──────────────────── CatchUp ───────────────────╯
-//! ```
+//! The order of all writes, what a writer and the servers say to each other about it, and what a server promises,
+//! applies and refuses.
 
 use std::collections::VecDeque;
-
-use crate::message::{Holder, Standing, State};
-use crate::version::{Generation, Version};
+use std::fmt;
 
 #[cfg(test)]
 use crate::mutant::Mutant;
+
+// Version: the place of a write among all writes of a volume.
+
+/// Bits of a version that count the writes of one generation: 200 days at a million writes a second.
+const COUNTER_BITS: u32 = 44;
+
+/// Bits of a version for its generation: half a million writers. The highest bit of the word is left free: in the
+/// entry of a block it says that the block is being written.
+const GENERATION_BITS: u32 = u64::BITS - 1 - COUNTER_BITS;
+
+/// A writer's turn. A later writer has a higher generation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Generation(u32);
+
+impl Generation {
+    /// Before the first writer.
+    pub const NONE: Generation = Generation(0);
+
+    /// The last one: a version has 19 bits for it.
+    pub const LAST: Generation = Generation((1 << GENERATION_BITS) - 1);
+
+    /// The generation after this one; `None` after the last.
+    pub fn next(self) -> Option<Generation> {
+        (self < Generation::LAST).then_some(Generation(self.0 + 1))
+    }
+
+    /// Its number, for memory and messages.
+    pub fn number(self) -> u32 {
+        self.0
+    }
+
+    /// The generation of a number; `None` if it is too high.
+    pub fn from_number(number: u32) -> Option<Generation> {
+        (number <= Generation::LAST.0).then_some(Generation(number))
+    }
+
+    /// The version with which this generation begins.
+    pub fn start(self) -> Version {
+        Version(u64::from(self.0) << COUNTER_BITS)
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// The place of a write: the generation of its writer, and its number among the writes of that generation. Versions are
+/// ordered as the writes are.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version(u64);
+
+impl Version {
+    /// Before the first write.
+    pub const NONE: Version = Version(0);
+
+    /// Its word, for memory and messages. The highest bit is 0.
+    pub fn word(self) -> u64 {
+        self.0
+    }
+
+    /// The version of a word; `None` if the highest bit is set.
+    pub fn from_word(word: u64) -> Option<Version> {
+        (word >> (u64::BITS - 1) == 0).then_some(Version(word))
+    }
+
+    /// The generation of the writer.
+    pub fn generation(self) -> Generation {
+        Generation((self.0 >> COUNTER_BITS) as u32)
+    }
+
+    /// The number of the write in its generation; 0 before the first.
+    pub fn counter(self) -> u64 {
+        self.0 & ((1 << COUNTER_BITS) - 1)
+    }
+
+    /// The next write of the same writer; `None` if its generation has no more numbers.
+    pub fn next(self) -> Option<Version> {
+        let next = Version(self.0.checked_add(1)?);
+        (next.generation() == self.generation()).then_some(next)
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.generation(), self.counter())
+    }
+}
+
+impl fmt::Debug for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+// Messages: what a writer asks of the servers, and what they answer. Blocks and their places are not modelled here.
+
+/// The number of a server of a volume, from 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ServerId(pub usize);
+
+/// A writer, as servers know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// Its turn.
+    pub generation: Generation,
+    /// A random number of its process. Two writers that chose the same generation differ in it.
+    pub writer: u64,
+}
+
+/// What a copy holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum State {
+    /// Nothing: its server is new, or has lost its memory. It does not remember what it promised.
+    #[default]
+    Empty,
+    /// It lacks writes.
+    Behind,
+    /// Every write up to `applied`, and none behind it.
+    Whole,
+}
+
+/// What a server says of its copy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// What the copy holds.
+    pub state: State,
+    /// The writer that the server obeys.
+    pub promised: Option<Holder>,
+    /// The highest version at which the copy ever was whole. It keeps that while it is behind.
+    pub claim: Version,
+    /// The last write that was applied.
+    pub applied: Version,
+    /// The server's power was cut, and with it went what its store had not synced: the copy is a prefix, and may lack
+    /// writes that it has answered. Until a writer that has said so writes.
+    pub is_cut: bool,
+}
+
+impl Standing {
+    /// Whether the server remembers what it promised.
+    pub fn remembers(&self) -> bool {
+        self.state != State::Empty
+    }
+}
+
+/// A message of a writer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// How does the copy stand? Answered by [`Answer::Standing`].
+    Ask,
+    /// Obey no writer of a lower generation any more. Answered by [`Answer::Promised`].
+    Promise(Holder),
+    /// The copy lacks writes: take the blocks that differ from a copy that has applied `since`, and apply what is
+    /// written from then on. Answered by [`Answer::Whole`] at its end.
+    CatchUp {
+        /// Who asks.
+        holder: Holder,
+        /// The server that lends its blocks.
+        lender: ServerId,
+        /// The last version before the writes that follow.
+        since: Version,
+    },
+    /// The copy is whole, and the holder's first write follows. Answered by [`Answer::Written`].
+    Mark {
+        /// Who asks.
+        holder: Holder,
+        /// The generation may begin without what was lost with the power of servers: [`Standing::is_cut`].
+        may_lack_tail: bool,
+    },
+    /// Apply this write. Answered by [`Answer::Written`].
+    Write {
+        /// Who writes.
+        holder: Holder,
+        /// The next version of the holder.
+        version: Version,
+    },
+    /// Answer once everything that was applied is durable. Answered by [`Answer::Written`].
+    Flush(Holder),
+    /// Does the server still obey the holder? Answered by [`Answer::Confirmed`].
+    Confirm {
+        /// Who asks.
+        holder: Holder,
+        /// The number of the question.
+        question: u64,
+    },
+    /// What is in these blocks? Answered by [`Answer::Read`]. A server answers in order, so a read returns every write
+    /// that was sent before it.
+    Read {
+        /// Who asks.
+        holder: Holder,
+        /// The number of the read.
+        number: u64,
+    },
+}
+
+/// An answer of a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// To [`Request::Ask`].
+    Standing(Standing),
+    /// To [`Request::Promise`].
+    Promised(Standing),
+    /// The server obeys another writer.
+    Fenced {
+        /// Its generation.
+        by: Generation,
+    },
+    /// The copy has caught up, and is whole up to this version.
+    Whole {
+        /// The last write that was applied.
+        applied: Version,
+    },
+    /// Every write up to this version was applied.
+    Written {
+        /// The last write that was applied.
+        applied: Version,
+        /// The copy is whole up to this version whatever happens to its server's process and power. A copy that has no
+        /// store says what it has applied: it gets no safer.
+        durable: Version,
+    },
+    /// To [`Request::Confirm`].
+    Confirmed {
+        /// The number of the question.
+        question: u64,
+    },
+    /// To [`Request::Read`].
+    Read {
+        /// The number of the read.
+        number: u64,
+        /// The last write of any of the blocks.
+        newest: Version,
+    },
+}
+
+// Copy: the rules of a server. Whom it obeys, which writes it applies, and when its copy is whole.
+//
+// ```text
+//            CatchUp                     all blocks were compared, and what the lender
+//   Empty ─────────────▶ Behind ───────▶ had applied is applied ───────▶ Whole ── Write ──▶ Whole
+//                          ▲                                                │
+//                          ╰──────────────────── CatchUp ───────────────────╯
+// ```
 
 /// Why a server does not do what a writer asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -314,8 +549,34 @@ impl<W> Tail<W> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::version::Generation;
+    use super::{Generation, *};
+
+    #[test]
+    fn versions_are_ordered_as_the_writes_are() {
+        let first = Generation::NONE.next().unwrap_or_default();
+        let second = first.next().unwrap_or_default();
+        let one = first.start().next().unwrap_or_default();
+        assert!(Version::NONE < first.start() && first.start() < one && one < second.start());
+        assert_eq!((one.generation(), one.counter(), one.to_string()), (first, 1, "1.1".to_string()));
+    }
+
+    #[test]
+    fn numbers_end_and_do_not_run_into_the_next_generation() {
+        let last = Version(Generation(7).start().0 | ((1 << COUNTER_BITS) - 1));
+        assert_eq!((last.generation(), last.next()), (Generation(7), None));
+        assert_eq!(Generation::LAST.next(), None);
+        assert_eq!(Generation::LAST.start().generation(), Generation::LAST);
+        let last = Version(u64::MAX >> 1);
+        assert_eq!((last.generation(), last.next()), (Generation::LAST, None));
+    }
+
+    #[test]
+    fn the_highest_bit_of_a_word_is_free() {
+        assert_eq!(Version::from_word(u64::MAX >> 1).map(Version::word), Some(u64::MAX >> 1));
+        assert_eq!(Version::from_word(1 << 63), None);
+        assert_eq!(Generation::from_number(Generation::LAST.number()), Some(Generation::LAST));
+        assert_eq!(Generation::from_number(Generation::LAST.number() + 1), None);
+    }
 
     #[test]
     fn a_copy_is_durable_up_to_its_last_synced_event_since_it_is_whole() {
