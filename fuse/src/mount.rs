@@ -210,8 +210,8 @@ fn look(directory: &Path, subtype: &str) -> Result<Found, StartError> {
     }
 }
 
-/// How the kernel answers for a directory whose process is dead. The last two: while it takes down that process's ring, for a
-/// request that waited, and for one that was about to be handed over.
+/// How the kernel answers for a directory whose process is dead. The last two: while it takes down that process's ring,
+/// for a request that waited, and for one that was about to be handed over.
 const OF_THE_DEAD: [Errno; 3] = [Errno::NOTCONN, Errno::CONNABORTED, Errno::CANCELED];
 
 /// The kernel's control files of a connection. They need no path of the mount, which may be hidden, moved, or in

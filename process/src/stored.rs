@@ -5,6 +5,7 @@ use std::any::Any;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use remora_protocol::BaseKind;
 use remora_redis::ReplId;
@@ -19,11 +20,14 @@ pub trait Stored: Send + Sync {
     /// What there is now. It is asked for often, and reads no data set.
     fn look(&self) -> Vec<Found>;
 
-    /// Reads all of what a look has found.
+    /// How long a look serves one who only reports it.
+    fn holds(&self) -> Duration;
+
+    /// Reads all of what a look has found, while `goes_on` says so.
     ///
     /// # Errors
-    /// It is not there any more, is damaged, or cannot be read.
-    fn open(&self, found: &Found) -> Result<Opened, Failure>;
+    /// It is not there any more, is damaged, or cannot be read; or it does not go on.
+    fn open(&self, found: &Found, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure>;
 }
 
 /// What a look has found.

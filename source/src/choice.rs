@@ -14,10 +14,6 @@ use super::{Incoming, Source};
 use remora_process::stored::{Found, Stored};
 use remora_process::tasks::{AbortOnDrop, blocking};
 
-/// How often it is looked what is stored: an operator who has laid a file there sees it soon, and a bucket is asked for
-/// a list some times a minute.
-const LOOK_EVERY: Duration = Duration::from_secs(10);
-
 /// What the loop knows.
 #[derive(Default)]
 pub(super) struct Choice {
@@ -63,7 +59,7 @@ async fn look(stored: Arc<dyn Stored>, tell: Sender<Incoming>) {
         if tell.send(Incoming::Stored(found)).await.is_err() {
             return;
         }
-        tokio::time::sleep(LOOK_EVERY).await;
+        tokio::time::sleep(stored.holds()).await;
     }
 }
 

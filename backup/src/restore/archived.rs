@@ -91,7 +91,7 @@ impl Archived {
     pub(super) fn fetch(&self, until: Option<Moment>, into: &Path) -> Result<Found, Failure> {
         let base = self.base()?;
         if self.manifest.kind == Kind::Snapshot {
-            return Ok(Found::Snapshot(self.fetch_snapshot(into)?));
+            return Ok(Found::Snapshot(self.fetch_snapshot(into, &|| true)?));
         }
         // Before anything is fetched: what is missing is known by then.
         let mut wanted = self.segments()?;
@@ -105,10 +105,10 @@ impl Archived {
         let failed = |error: io::Error| Failure::local(format!("{}: {error}", folder.display()));
         fs::DirBuilder::new().mode(0o700).create(&folder).map_err(failed)?;
         let mut files = vec![NamedFile { name: "appendonly.aof.1.base.rdb".into(), number: 1, kind: FileKind::Base }];
-        self.object(&base, &folder.join(&files[0].name), &meter)?;
+        self.object(&base, &folder.join(&files[0].name), &meter, &|| true)?;
         for Segment { key, number, crc, bytes, .. } in wanted {
             let name = format!("appendonly.aof.{number}.incr.aof");
-            self.object(&Expected { key, bytes, crc }, &folder.join(&name), &meter)?;
+            self.object(&Expected { key, bytes, crc }, &folder.join(&name), &meter, &|| true)?;
             files.push(NamedFile { name, number, kind: FileKind::Incremental });
         }
         meter.finish();
@@ -117,15 +117,15 @@ impl Archived {
         AofFolder::at(&folder)?.map(Found::Folder).ok_or_else(|| failed(io::Error::other("its list is missing")))
     }
 
-    /// Fetches its snapshot into a folder of this host, whatever commands there are since.
+    /// Fetches its snapshot into a folder of this host, whatever commands there are since, while `goes_on` says so.
     ///
     /// # Errors
     /// As [`Archived::fetch`].
-    pub(super) fn fetch_snapshot(&self, into: &Path) -> Result<PathBuf, Failure> {
+    pub(super) fn fetch_snapshot(&self, into: &Path, goes_on: &dyn Fn() -> bool) -> Result<PathBuf, Failure> {
         let (base, to) = (self.base()?, into.join("dump.rdb"));
         free_space::check("the backup", into, base.bytes)?;
         let meter = Meter::start("fetched", Unit::Bytes, Some(base.bytes));
-        self.object(&base, &to, &meter)?;
+        self.object(&base, &to, &meter, goes_on)?;
         meter.finish();
         // So that it is compared with what was noted of it, too.
         self.manifest.of_the_snapshot().write(&to.with_extension("json"))?;
@@ -170,11 +170,11 @@ impl Archived {
     }
 
     /// Fetches an object into a file.
-    fn object(&self, expected: &Expected, to: &Path, meter: &Meter) -> Result<(), Failure> {
+    fn object(&self, expected: &Expected, to: &Path, meter: &Meter, goes_on: &dyn Fn() -> bool) -> Result<(), Failure> {
         let address = self.store.address(&expected.key);
         let damaged = |what: String| Failure::refused(format!("{address} is damaged: {what}"));
         let object = self.store.read(&expected.key)?.ok_or_else(|| missing(&*self.store, &expected.key))?;
-        let mut object = Counted { object, bytes: 0, crc: 0, meter };
+        let mut object = Counted { object, bytes: 0, crc: 0, meter, goes_on };
         let unwritable = |error: io::Error| Failure::local(format!("{}: {error}", to.display()));
         let mut file = File::create_new(to).map_err(unwritable)?;
         match (expected.key.ends_with(ENDING), &self.identities) {
@@ -265,10 +265,14 @@ struct Counted<'a> {
     bytes: u64,
     crc: u64,
     meter: &'a Meter,
+    goes_on: &'a dyn Fn() -> bool,
 }
 
 impl Read for Counted<'_> {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if !(self.goes_on)() {
+            return Err(io::Error::other("its reader ends"));
+        }
         let length = self.object.read(into)?;
         self.bytes += length as u64;
         self.crc = crc64(self.crc, into.get(..length).unwrap_or_default());

@@ -25,6 +25,12 @@ use remora_process::stored::{Found, Opened, Stored, StoredHead, head_of};
 /// How long a store that cannot be reached is tried again: replicas wait meanwhile, and there may be another base.
 const RETRY_FOR: Duration = Duration::from_secs(5);
 
+/// How long a look at files serves: an operator who has laid one there sees it soon.
+const FOLDER_HOLDS: Duration = Duration::from_secs(10);
+
+/// The same of a bucket: a list and its manifests are requests that are paid for.
+const BUCKET_HOLDS: Duration = Duration::from_secs(300);
+
 /// The servers' default name of the file of a snapshot.
 const DUMP: &str = "dump.rdb";
 
@@ -55,11 +61,18 @@ impl Stored for Places {
         self.at.iter().flat_map(|at| self.look_at(at)).collect()
     }
 
-    fn open(&self, found: &Found) -> Result<Opened, Failure> {
+    fn holds(&self) -> Duration {
+        match self.at.iter().any(|at| matches!(at, Location::Bucket { .. })) {
+            true => BUCKET_HOLDS,
+            false => FOLDER_HOLDS,
+        }
+    }
+
+    fn open(&self, found: &Found, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure> {
         for at in &self.at {
             let bases = self.bases_at(at).unwrap_or_default();
             if let Some(base) = bases.into_iter().find(|base| base.place() == found.place) {
-                return self.open_base(base);
+                return self.open_base(base, goes_on);
             }
         }
         Err(Failure::refused(format!("{} is not there any more", found.place)))
@@ -122,7 +135,7 @@ impl Places {
         }
     }
 
-    fn open_base(&self, base: Base) -> Result<Opened, Failure> {
+    fn open_base(&self, base: Base, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure> {
         match base {
             Base::File { path, .. } => {
                 let rdb = checked_snapshot(&path)?;
@@ -130,7 +143,7 @@ impl Places {
             }
             Base::Archived(archived) => {
                 let beside = folder_for(&self.options(&Location::Path(PathBuf::new())))?;
-                let path = archived.fetch_snapshot(beside.path())?;
+                let path = archived.fetch_snapshot(beside.path(), goes_on)?;
                 let rdb = checked_snapshot(&path)?;
                 Ok(Opened { path, rdb, keeps: Some(Box::new(beside)) })
             }

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The demonstration is not a benchmark. Each method runs once; `make bench` runs them in turn, several times, and
-//! gives medians. What is promised of the servers' default settings is played again, in turn, while the two are too close
-//! to tell ([`OPEN`]).
+//! gives medians. What is promised of the servers' default settings is played again, in turn, while the two are too
+//! close to tell ([`OPEN`]).
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -402,8 +402,8 @@ const PROMISED: [Method; 2] = [Method::RemoraDefault, Method::OwnDefault];
 /// How often these are played at most.
 const MOST_ROUNDS: usize = 3;
 
-/// Seconds: with a smaller difference they are played again. With default settings a server waits for 5 s before it forks,
-/// and counts in whole seconds: a single round is up to a second longer or shorter by chance.
+/// Seconds: with a smaller difference they are played again. With default settings a server waits for 5 s before it
+/// forks, and counts in whole seconds: a single round is up to a second longer or shorter by chance.
 const OPEN: f64 = 1.0;
 
 /// In this order: each of our methods beside the rival with the same settings of the primary. The sealed one does what

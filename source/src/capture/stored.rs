@@ -164,11 +164,13 @@ impl Capture {
             }
             error => ModuleError::Final(error),
         };
-        let Opened { path, rdb, keeps: _keeps } =
-            self.beside_the_runtime(|| stored.open(found)).map_err(|failure| {
-                self.tried(found, head.offset);
-                before(failure)
-            })?;
+        let opened = self.beside_the_runtime(|| stored.open(found, &|| !self.stop.is_set()));
+        // One that was stopped is no reason to try the next base.
+        self.stop.check().map_err(ModuleError::Final)?;
+        let Opened { path, rdb, keeps: _keeps } = opened.map_err(|failure| {
+            self.tried(found, head.offset);
+            before(failure)
+        })?;
         let file = SnapshotFile::of(&path, &rdb).map_err(before)?;
         if (file.history(), file.offset()) != (head.history, head.offset) {
             return Err(before("it is another one than a moment ago"));
