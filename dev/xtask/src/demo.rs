@@ -333,7 +333,11 @@ struct Cost {
 /// primary made at most. What was not kept stands in capitals.
 fn promise(server: &str, ours: Cost, own: Cost) -> String {
     let ratio = ours.seconds.median / own.seconds.median;
-    let time = if ratio <= 1.0 { "not slower" } else { "SLOWER" };
+    let time = match ratio <= 1.0 {
+        true => "not slower than",
+        false if ours.seconds.low <= own.seconds.high && ours.rounds > 1 => "within the spread of",
+        false => "SLOWER than",
+    };
     let copies = if ours.most_copies <= 1 { "one copy" } else { "MORE THAN ONE COPY" };
     let seconds = |spread: &Spread| match ours.rounds {
         1 => format!("{:.2} s", spread.median),
@@ -344,7 +348,7 @@ fn promise(server: &str, ours: Cost, own: Cost) -> String {
         rounds => format!("medians of {rounds} rounds"),
     };
     format!(
-        "{server}, default settings: Remora was {time} than own replication ({}, {}, ratio {ratio:.2}; without the server's \
+        "{server}, default settings: Remora was {time} own replication ({}, {}, ratio {ratio:.2}; without the server's \
          delay before its fork {:.2} s, {:.2} s; {rounds}), and its primary made {copies} (sync_full {}, \
          own replication {})",
         seconds(&ours.seconds),
@@ -466,6 +470,8 @@ mod tests {
         assert!(kept.contains("not slower") && kept.contains("ratio 0.70") && kept.contains("one copy"), "{kept}");
         assert!(kept.contains("7.00 s [6.00, 11.00], 10.00 s [") && kept.contains("medians of 3 rounds"), "{kept}");
         assert!(kept.contains("7.00 s [6.00, 11.00]") && kept.contains("fork 2.00 s, 5.00 s"), "{kept}");
+        let close = promise("Redis 7.0.15", of(&[8.3, 8.5, 8.7], 1), of(&[8.2, 8.4, 8.6], 3));
+        assert!(close.contains("Remora was within the spread of own replication (8.50 s"), "{close}");
         let missed = promise("Redis 7.0.15", of(&[16.0], 2), of(&[8.0], 3));
         assert!(missed.contains("(16.00 s, 8.00 s, ratio 2.00;") && missed.contains("one round"), "{missed}");
         assert!(missed.contains("SLOWER than") && missed.contains("MORE THAN ONE COPY (sync_full 2"), "{missed}");
