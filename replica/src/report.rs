@@ -276,7 +276,10 @@ impl Forecast {
         line("protection", self.protection.clone());
         if let Some(snapshot) = &self.snapshot {
             line("snapshot", snapshot.text());
-            line("base", view::base(&snapshot.base).join(", "));
+            // Of a fork that nothing could have saved, the next line says it.
+            if snapshot.base.kind != BaseKind::Fork || !snapshot.base.passed_over.is_empty() {
+                line("base", view::base(&snapshot.base).join(", "));
+            }
             line("fork", snapshot.fork());
         }
         line("backlog", self.backlog());
