@@ -852,8 +852,6 @@ fn counts(standing: &Standing) -> bool {
     standing.remembers()
 }
 
-// Writes go to all copies in one order, and are acknowledged when enough whole copies have applied them.
-
 // What is durable. A flush is complete when as many whole copies as must hold a write say that everything up
 // to the last write before it is durable there.
 //

@@ -612,14 +612,12 @@ impl NamesError {
     }
 }
 
-// Late: files that have been removed, and are still there for those who have them open on a host that follows.
-//
-// The clusters of a removed file rest for a while ([`super::clusters`]), but are used at once if no others are
-// free. So a file is kept here until another one gets a cluster of it, and not for longer than the rest. A moment
-// is noted at which it was there with this content: what a reader finds in its blocks is the file's if no write
-// since then is in it.
-
-/// See the text above.
+/// Late: files that have been removed, and are still there for those who have them open on a host that follows.
+///
+/// The clusters of a removed file rest for a while ([`super::clusters`]), but are used at once if no others are
+/// free. So a file is kept here until another one gets a cluster of it, and not for longer than the rest. A moment
+/// is noted at which it was there with this content: what a reader finds in its blocks is the file's if no write
+/// since then is in it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Late {
     files: BTreeMap<u64, File>,

@@ -929,12 +929,8 @@ pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(20);
 /// between two looks take on a busy host, and shorter than any time limit for servers.
 const STOPPED: Duration = Duration::from_millis(500);
 
-// What the thread that has the driver does with it ([`self`]).
-
-// What is said of it, in the log and to callers. Once when it begins, at each tenth of the copy, and when
-// the copy is whole.
-
-/// Parts of a copy after each of which the log says how far a catch-up is.
+/// Parts of a copy after each of which the log says how far a catch-up is. It also says when one begins, and when the
+/// copy is whole.
 const PARTS: u64 = 10;
 
 /// The percentage that is to be said, if a part was completed between the two.
@@ -943,32 +939,22 @@ fn part_reached(before: u64, now: u64, blocks: u64) -> Option<u64> {
     (part(now) > part(before)).then(|| part(now) * 100 / PARTS)
 }
 
-// Reads that are answered out of regions, without a message. The rules say which ones
-// ([`crate::writer`]).
-
-// Large writes whose blocks servers take out of this process's outbox, or out of each other's stagings.
-
-// Servers that have no space for a write. If writes cannot be acknowledged without them, callers are told so at
-// once. What was accepted is kept, in its order, and is written when there is space again.
-
-// Turns: which thread runs the driver. The one that brings an event does, so that no other thread has to be woken for
-// it: with a write of 4 KiB, to wake a thread takes longer than everything else.
-//
-// ```text
-//   a caller ─────────────── submits ────▶ queue ─╮
-//   the messenger's worker ─ an answer ───────────┤  one at a time has the driver, for one turn
-//   a reader of a region ─── news ────────────────┤─▶ Driver
-//   the volume's thread ──── the time ────────────╯
-// ```
-//
-// - **A caller never waits for the driver.** If another thread has it, that one begins the request: it looks into the
-//   queue again after it has given the driver back.
-// - **`done` is not called by a thread that submits**, so callers may hold locks which `done` takes. What a caller's
-//   turn completes is handed to the volume's thread. This is rare: a read in place that had to wait, and a flush of
-//   what is flushed already.
-// - The other threads wait for the driver, which is busy for microseconds.
-
-/// See the text above.
+/// Turns: which thread runs the driver. The one that brings an event does, so that no other thread has to be woken for
+/// it: with a write of 4 KiB, to wake a thread takes longer than everything else.
+///
+/// ```text
+///   a caller ─────────────── submits ────▶ queue ─╮
+///   the messenger's worker ─ an answer ───────────┤  one at a time has the driver, for one turn
+///   a reader of a region ─── news ────────────────┤─▶ Driver
+///   the volume's thread ──── the time ────────────╯
+/// ```
+///
+/// - **A caller never waits for the driver.** If another thread has it, that one begins the request: it looks into the
+///   queue again after it has given the driver back.
+/// - **`done` is not called by a thread that submits**, so callers may hold locks which `done` takes. What a caller's
+///   turn completes is handed to the volume's thread. This is rare: a read in place that had to wait, and a flush of
+///   what is flushed already.
+/// - The other threads wait for the driver, which is busy for microseconds.
 pub(super) struct Turns {
     submitted: Mutex<Submitted>,
     /// `None`: before the volume is opened, and after its end.

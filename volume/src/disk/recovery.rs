@@ -386,9 +386,7 @@ impl<F: Files> Growth<F> {
     }
 }
 
-// Root: the folder of a server's stores: one folder for each copy, and a lock, so that no two servers share them.
-
-/// See the text above.
+/// Root: the folder of a server's stores: one folder for each copy, and a lock, so that no two servers share them.
 #[derive(Debug)]
 pub(crate) struct Root {
     path: PathBuf,

@@ -685,9 +685,6 @@ impl fmt::Debug for Host {
 const LOST: &str =
     "a copy is lost; the next writer, or remora volume repair, gives this server one out of the other copies";
 
-// What clients ask of a volume without opening it, each on a connection of its own: how its copy stands, a
-// scrub of it, its removal, its growth.
-
 // Keeper: the threads that keep copies right. One scrubs, and with stores moves blocks from the journals to the
 // extents. With stores, another one syncs, for every answer that waits at once. Neither holds a copy's lock while it
 // waits for the device.

@@ -319,12 +319,10 @@ pub(super) const SYNC_EVERY: Duration = Duration::from_millis(100);
 /// that pauses for less has its next record say it.
 const SAY_AFTER: Duration = Duration::from_millis(500);
 
-// Scrubbing: how far the scrub of a copy is, and which client waits for it.
-//
-// A copy is scrubbed once a day, slowly. A client that asks for it begins it anew, and it goes on as fast as the host
-// permits: one client at a time.
-
-/// See the text above.
+/// Scrubbing: how far the scrub of a copy is, and which client waits for it.
+///
+/// A copy is scrubbed once a day, slowly. A client that asks for it begins it anew, and it goes on as fast as the host
+/// permits: one client at a time.
 pub(super) struct Scrubbing {
     /// The block at which it goes on. `None`: none is under way.
     next: Option<u64>,

@@ -827,15 +827,8 @@ pub(super) const NO_WRITER: u64 = 0;
 
 const NO_MEMORY: &str = "the server has no memory left for this copy: give it more, or choose another server";
 
-// What becomes of a copy whose memory or store has failed, or that is removed, and what its clients are told.
-
-// The blocks of a copy, for its writer and for servers that catch up.
-
 /// Memory of answers that is kept for the next ones: that of the longest, or of four as the kernel asks for.
 const IDLE_BYTES: usize = MOST_BLOCKS * BLOCK_BYTES;
-
-// The steps by which a copy that is behind, or is not there yet, takes the blocks of another one. The
-// borrower's thread calls them, with the lock held for one step at a time.
 
 /// Why a borrower must end.
 pub(super) enum Abandoned {
@@ -854,11 +847,8 @@ impl From<Done> for Abandoned {
     }
 }
 
-// The steps in which every block of a copy is read and checked. The keeper's thread calls them, with the lock
-// held for one step at a time.
-
-// Growing: the copy becomes that of a larger volume, with every block, promise and claim that it has. The thread of
-// The thread of a growth, below, calls these steps, with the lock held for one step at a time.
+// Growing: the copy becomes that of a larger volume, with every block, promise and claim that it has. The thread of a
+// growth, below, calls these steps, with the lock held for one step at a time.
 //
 // While it grows, the copy has no connections but those that ask how it stands, so no write changes it.
 
