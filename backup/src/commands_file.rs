@@ -9,6 +9,7 @@ use remora_redis::aof::{Found, Manifest as List, TIME_NOTE, Verb, Walker};
 use remora_redis::rdb::crc64;
 use remora_redis::resp;
 
+use remora_base::files::open_to_read;
 use remora_base::moment::Moment;
 use remora_process::checked_json::Checksum;
 use remora_process::exit::Failure;
@@ -65,10 +66,7 @@ impl AofFile {
     /// It cannot be read, or holds something else than commands.
     pub(crate) fn read(path: &Path, until: Option<Moment>) -> Result<AofFile, Failure> {
         let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", path.display()));
-        let mut file = File::open(path).map_err(unreadable)?;
-        if !file.metadata().map_err(unreadable)?.is_file() {
-            return Err(Failure::refused(format!("{} is not a file", path.display())));
-        }
+        let mut file = open_to_read(path).map_err(unreadable)?;
         let mut walk = AofFile {
             used: 0,
             commands: 0,

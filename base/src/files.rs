@@ -10,6 +10,10 @@
 //! could point a link to a different folder between two runs. Links in the folders above are followed: they belong to
 //! the administrator.
 //!
+//! # Files of others
+//!
+//! [`open_to_read`] opens what an operator has named, and waits for nobody.
+//!
 //! # Whole files
 //!
 //! [`write`](write()) and [`put`] give a file its name when it is whole, on the disk, and has the right owner and mode
@@ -168,6 +172,19 @@ impl Claim {
     }
 }
 
+/// Opens an ordinary file to read it, and waits for nobody: to open a FIFO would wait until somebody writes into it.
+///
+/// # Errors
+/// It cannot be opened, or is something else than a file.
+pub fn open_to_read(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file")),
+    }
+}
+
 /// Whether the error says that a folder or file is not safe to use.
 pub fn is_unsafe(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|cause| cause.is::<Unsafe>())
@@ -272,6 +289,20 @@ mod tests {
 
     fn set_mode(path: &Path, mode: u32) {
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    #[test]
+    fn a_fifo_or_a_folder_is_refused_and_not_waited_for() {
+        let home = tempfile::tempdir().unwrap();
+        let [fifo, file] = ["fifo", "file"].map(|name| home.path().join(name));
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, FileType::Fifo, FILE_MODE, 0).unwrap();
+        for other in [fifo.as_path(), home.path(), Path::new("/dev/zero")] {
+            assert_eq!(open_to_read(other).unwrap_err().to_string(), "it is not a file", "{}", other.display());
+        }
+        fs::write(&file, "content").unwrap();
+        let mut text = String::new();
+        open_to_read(&file).unwrap().read_to_string(&mut text).unwrap();
+        assert_eq!(text, "content");
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! RDB file: reads all of a snapshot, checks its structure and its checksum, and counts its keys.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
 use remora_redis::rdb::{Head, ScanError, Scanner, TAIL_BYTES, crc64};
 
 use crate::exit::Failure;
+use remora_base::files::open_to_read;
 use remora_base::moment::Moment;
 
 /// What an RDB file is.
@@ -54,12 +54,8 @@ impl RdbFile {
     pub fn read(path: &Path) -> Result<RdbFile, Failure> {
         let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", path.display()));
         let damaged = |what: String| Failure::refused(format!("{} is damaged or no RDB file: {what}", path.display()));
-        let file = File::open(path).map_err(unreadable)?;
-        if !file.metadata().map_err(unreadable)?.is_file() {
-            return Err(Failure::refused(format!("{} is not a file", path.display())));
-        }
-        let mut check = Check::at(Moment::now());
-        let (mut input, mut piece) = (file, vec![0; PIECE]);
+        let mut input = open_to_read(path).map_err(unreadable)?;
+        let (mut check, mut piece) = (Check::at(Moment::now()), vec![0; PIECE]);
         loop {
             let length = match input.read(&mut piece) {
                 Ok(0) => break,

@@ -2,7 +2,6 @@
 //! `remora_backup` looks, and the source chooses.
 
 use std::any::Any;
-use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -13,6 +12,7 @@ use remora_redis::rdb::Head;
 
 use crate::exit::Failure;
 use crate::rdb_file::RdbFile;
+use remora_base::files::open_to_read;
 use remora_base::moment::Moment;
 
 /// Backups and files of which a snapshot can be made.
@@ -71,7 +71,7 @@ pub struct Opened {
 pub fn head_of(path: &Path) -> Result<StoredHead, String> {
     let unreadable = |error: io::Error| format!("it cannot be read: {error}");
     let mut beginning = Vec::new();
-    let file = File::open(path).map_err(unreadable)?;
+    let file = open_to_read(path).map_err(unreadable)?;
     file.take(Head::BYTES_MAX as u64 + 1).read_to_end(&mut beginning).map_err(unreadable)?;
     let (head, _) = Head::parse(&beginning).map_err(|error| error.to_string())?.ok_or("it has no whole head")?;
     let text = |name: &str| head.get(name).map(|value| String::from_utf8_lossy(value).into_owned());

@@ -37,7 +37,7 @@ pub enum BaseKind {
     Snapshot,
     /// A copy of another source's snapshot.
     Copy,
-    /// A backup, and the commands since.
+    /// The snapshot of a backup.
     Backup,
     /// A file that a server has written.
     File,

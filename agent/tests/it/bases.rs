@@ -99,8 +99,6 @@ fn a_server_that_must_not_fork_does_not_while_no_base_serves_and_a_newer_file_en
         let (stage, folder) = (Stage::new(), saved(&replica));
         let place = stage.path("base.rdb");
         fs::copy(format!("{folder}/dump.rdb"), &place).unwrap();
-        let lagging = replica.client().unwrap();
-        drop(lagging);
         write_past_the_backlog(&server);
         let before = cost(&server);
         let mut source = stage.source(&server.url(), &["--base", &place, "--no-fork"]);

@@ -72,7 +72,9 @@ impl Stored for Places {
         for at in &self.at {
             let bases = self.bases_at(at).unwrap_or_default();
             if let Some(base) = bases.into_iter().find(|base| base.place() == found.place) {
-                return self.open_base(base, goes_on);
+                return self
+                    .open_base(base, goes_on)
+                    .map_err(|failure| Failure { message: in_the_options_of_a_source(&failure.message), ..failure });
             }
         }
         Err(Failure::refused(format!("{} is not there any more", found.place)))
@@ -86,7 +88,7 @@ impl Places {
             vec![Found { kind, place: at.to_string(), head: Err(why) }]
         };
         match self.bases_at(at) {
-            Err(why) => unusable(why),
+            Err(why) => unusable(in_the_options_of_a_source(&why)),
             Ok(bases) if bases.is_empty() => unusable("there is neither a backup nor dump.rdb".to_owned()),
             Ok(bases) => bases.iter().map(Base::found).collect(),
         }
@@ -179,4 +181,34 @@ fn of_manifest(manifest: &Manifest) -> Result<StoredHead, String> {
     })?;
     let (offset, taken, version) = (manifest.offset, manifest.taken_seconds, manifest.rdb_version);
     Ok(StoredHead { history, offset, taken, version })
+}
+
+/// A sentence about a store or a backup, with the options of `remora source` in place of those of `remora restore`.
+fn in_the_options_of_a_source(text: &str) -> String {
+    OPTIONS.iter().fold(text.to_owned(), |text, (of_a_restore, of_a_source)| text.replace(of_a_restore, of_a_source))
+}
+
+/// Options of a restore that failures name, and what a source has for them: how long it tries is fixed.
+const OPTIONS: [(&str, &str); 3] = [("--s3-", "--base-s3-"), ("--identity", "--base-identity"), (" (--retry-for)", "")];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_source_is_told_names_its_own_options() {
+        let places = Places {
+            at: vec![Location::Bucket { bucket: "b".into(), prefix: String::new() }],
+            store: StoreOptions { endpoint: Some("http://192.0.2.1:1".into()), ..StoreOptions::default() },
+            identity: None,
+            spool: PathBuf::new(),
+        };
+        let found = places.look();
+        let why = found[0].head.as_ref().err().map(String::as_str).unwrap_or_default();
+        assert!(why.contains("--base-s3-allow-http") && !why.contains(" --s3-"), "{why}");
+        let opened = in_the_options_of_a_source("x is encrypted: name the file with your identity by --identity");
+        assert!(opened.ends_with("by --base-identity"), "{opened}");
+        let tried = in_the_options_of_a_source("tried for 5 s (--retry-for): check --s3-endpoint");
+        assert_eq!(tried, "tried for 5 s: check --base-s3-endpoint");
+    }
 }

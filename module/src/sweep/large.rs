@@ -81,7 +81,7 @@ pub(super) enum Touch {
     Pop(End, u64),
     /// Adds to the end of a string.
     Append,
-    /// Writes into a string: from this byte on, so many.
+    /// Writes `bytes` bytes into a string, from the byte `from` on.
     Write { from: u64, bytes: u64 },
     /// Anything.
     All,

@@ -172,8 +172,8 @@ enum Sending {
     Whole,
     /// In parts, from when it is the first in line.
     Parts,
-    /// In parts, and it has begun. Only the first in line.
-    Begun,
+    /// In parts, and the first part is sent. Only the first in line.
+    UnderWay,
 }
 
 /// How a value is written down.
@@ -370,7 +370,7 @@ impl Sweep {
             let taken = self.taking.remove(at);
             if state == State::Whole {
                 self.finish(taken);
-            } else if taken.sending == Sending::Begun {
+            } else if taken.sending == Sending::UnderWay {
                 let key = shown(taken.name.borrow().as_bytes());
                 return Err(Trouble::Lost { database: taken.database, key, lost: Lost::Expired });
             }
@@ -384,7 +384,7 @@ impl Sweep {
 
     /// Writes the record of a large value that is whole.
     fn finish(&mut self, taken: Taking) {
-        if taken.sending == Sending::Begun {
+        if taken.sending == Sending::UnderWay {
             self.feed.part(taken.value.into_rest());
             self.feed.end_parts();
         } else {
@@ -404,12 +404,12 @@ impl Sweep {
             records.append(&mut first.head);
             records.extend_from_slice(&first.value.head());
             feed.begin_parts();
-            first.sending = Sending::Begun;
+            first.sending = Sending::UnderWay;
         }
         let state = self.take(0, |value, shown| value.piece(shown, enough(until)))?;
         let Sweep { feed, taking, .. } = self;
         if state == State::Open
-            && let Some(first) = taking.first_mut().filter(|first| first.sending == Sending::Begun)
+            && let Some(first) = taking.first_mut().filter(|first| first.sending == Sending::UnderWay)
         {
             feed.part(first.value.give());
         }
