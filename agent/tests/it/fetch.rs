@@ -15,11 +15,11 @@ use remora_lab::{Agent, Kind, Server, assert_same_data, require};
 use rustix::io::Errno;
 use rustix::process::Signal;
 
-use crate::history::{ANOTHER, foreign, replaced};
 use crate::kit::{
     Directory, LONG, Scene, Source, Stage, at_once, ends, fill, kinds_and_module, number, primary, quick, says,
     steady_writer, strs, syncs, with_or_without, write_past_the_backlog,
 };
+use crate::sync::history::{ANOTHER, foreign, replaced};
 
 /// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 16;

@@ -4,71 +4,59 @@
 
 mod kit;
 
-mod attend;
-mod attend_sources;
 mod backup;
-mod bases;
-mod broken;
-mod by_file;
-mod certificates;
-mod chart;
 mod cli;
-mod cluster;
-mod cluster_migration;
-mod clusters;
-mod commands;
-mod compress;
-mod conversation;
-mod dry_run;
-mod ends;
-mod exact;
-mod fast_keys;
 mod fetch;
-mod forging;
-mod handoff;
-mod history;
-mod holders;
-mod host;
 mod in_the_machine;
-mod input;
-mod intercept;
-mod kubernetes;
-mod link;
-mod load;
-mod many;
 mod metrics;
-mod migration;
-mod module;
-mod module_load;
-mod mtls;
 mod pages;
-mod pieces;
-mod pin;
-mod presence;
-mod primary;
-mod rdma;
-mod relay;
-mod security;
-mod sentinel;
-mod server;
-mod service;
-mod sources;
-mod standby;
-mod status;
-mod strangers;
-mod sweep;
-mod switch;
-mod taken_over;
-mod trust;
-mod unwritable;
-mod verdicts;
 mod verify;
-mod versions;
-mod volume;
-mod volume_attributes;
-mod volume_full;
-mod volume_hosts;
-mod volume_killed;
-mod volume_mount;
-mod volume_order;
 mod waits;
+
+/// A server becomes an exact replica, whatever happens meanwhile.
+mod sync {
+    pub(crate) mod attend;
+    mod attend_sources;
+    mod broken;
+    pub(crate) mod by_file;
+    pub(crate) mod exact;
+    mod fast_keys;
+    mod handoff;
+    pub(crate) mod history;
+    mod input;
+    mod many;
+    pub(crate) mod module;
+    mod pieces;
+    mod primary;
+    mod relay;
+}
+
+/// More than one server or source: clusters, Sentinels, changes of roles and families, and what starts agents.
+mod fleet {
+    mod cluster;
+    mod cluster_migration;
+    mod kubernetes;
+    mod migration;
+    mod sentinel;
+    mod service;
+    mod sources;
+    mod switch;
+    mod versions;
+}
+
+/// What protects the data, and who tries to get it.
+mod security {
+    mod certificates;
+    mod forging;
+    pub(crate) mod link;
+    pub(crate) mod protection;
+    mod strangers;
+}
+
+/// `remora volume`.
+mod volume {
+    pub(crate) mod commands;
+    mod volume_attributes;
+    mod volume_hosts;
+    pub(crate) mod volume_mount;
+}
