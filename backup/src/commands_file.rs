@@ -2,9 +2,11 @@
 //! and checked.
 
 use std::fs::File;
-use std::io::{self, Read, Seek};
-use std::path::Path;
+use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
+use std::path::{Path, PathBuf};
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
 use remora_redis::aof::{Found, Manifest as List, TIME_NOTE, Verb, Walker};
 use remora_redis::rdb::crc64;
 use remora_redis::resp;
@@ -59,12 +61,20 @@ pub(crate) enum End {
     Cut,
 }
 
+/// Takes a part of a file: bytes of one command or note, and what has ended with them.
+type PartOf<'a> = dyn FnMut(&[u8], Option<&Found>) -> Result<(), Failure> + 'a;
+
 impl AofFile {
     /// Reads a file of commands up to the end of the second `until`.
     ///
     /// # Errors
     /// It cannot be read, or holds something else than commands.
     pub(crate) fn read(path: &Path, until: Option<Moment>) -> Result<AofFile, Failure> {
+        AofFile::walk(path, until, &mut |_, _| Ok(()))
+    }
+
+    /// The same, and hands over each part of it behind the head.
+    fn walk(path: &Path, until: Option<Moment>, part_of: &mut PartOf<'_>) -> Result<AofFile, Failure> {
         let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", path.display()));
         let mut file = open_to_read(path).map_err(unreadable)?;
         let mut walk = AofFile {
@@ -101,6 +111,9 @@ impl AofFile {
                 let (part, after) = rest.split_at_checked(taken).unwrap_or((rest, &[]));
                 rest = after;
                 sums.take(part);
+                if walker.position() > HEAD_BYTES as u64 {
+                    part_of(part, found.as_ref())?;
+                }
                 match found {
                     Some(Found::Command { verb, .. }) => {
                         sums.line = sums.all;
@@ -162,7 +175,9 @@ impl AofFile {
         match Mark::parse(note) {
             Some(mark) if !mark.fits(sums.line) => return Err("its checksum does not match".to_owned()),
             Some(Mark { sum: None, .. }) => unchecked("a mark has no checksum"),
-            None if !note.starts_with(TIME_NOTE) => unchecked("a note is not one of ours, or was changed,"),
+            None if ![TIME_NOTE, ASIDE].iter().any(|known| note.starts_with(known)) && note != ADDED_NOTE => {
+                unchecked("a note is not one of ours, or was changed,")
+            }
             Some(_) | None => {}
         }
         Ok(())
@@ -181,11 +196,16 @@ impl AofFile {
         match self.end {
             End::Cut => Ok(()),
             _ if !is_last && self.mark_ends != self.used => damaged("no mark stands at its end"),
-            End::Torn(length) if has_a_mark(path, self.used.saturating_sub(1), length)? => {
+            End::Torn(length) if has_a_mark(path, (self.used, length), self.last_mark())? => {
                 damaged(&format!("a mark follows what seems to be torn at byte {}", self.used))
             }
             End::Whole | End::Torn(_) => Ok(()),
         }
+    }
+
+    /// The offset of the last mark, and where it ends.
+    fn last_mark(&self) -> (u64, u64) {
+        (self.mark.map_or(0, |mark| mark.offset), self.mark_ends)
     }
 
     /// Takes a note. Returns whether it begins a later second.
@@ -231,28 +251,36 @@ impl Sums {
     }
 }
 
-/// Whether there is a mark between these bytes of a file.
-fn has_a_mark(path: &Path, from: u64, to: u64) -> Result<bool, Failure> {
+/// Whether there is a mark of this file between these bytes of it. `marked`: the offset of the last one before them,
+/// and where it ends. A value may have a line that looks like a mark; the offset of one is within what the file can
+/// hold.
+fn has_a_mark(path: &Path, (from, to): (u64, u64), (marked, mark_ends): (u64, u64)) -> Result<bool, Failure> {
     let unreadable = |error: io::Error| Failure::refused(format!("{} cannot be read: {error}", path.display()));
     let mut file = File::open(path).map_err(unreadable)?;
     file.seek(io::SeekFrom::Start(from)).map_err(unreadable)?;
-    let (mut file, wanted) = (file.take(to.saturating_sub(from)), format!("\n{BEGIN}"));
-    let (mut seen, mut piece) = (Vec::new(), vec![0; PIECE]);
+    let mut lines = BufReader::with_capacity(PIECE, file.take(to.saturating_sub(from)));
+    let possible = marked..=marked.saturating_add(to.saturating_sub(mark_ends));
+    let mut line = Vec::new();
     loop {
-        let length = match file.read(&mut piece) {
-            Ok(0) => return Ok(false),
-            Ok(length) => length,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(unreadable(error)),
-        };
-        seen.extend_from_slice(piece.get(..length).unwrap_or_default());
-        if seen.windows(wanted.len()).any(|window| window == wanted.as_bytes()) {
+        // A longer line is no mark, and is read in pieces: the next one may begin with anything.
+        let is_whole = line.last().is_none_or(|last| *last == b'\n');
+        line.clear();
+        let read = (&mut lines).take(MARK_BYTES_MAX).read_until(b'\n', &mut line).map_err(unreadable)?;
+        if read == 0 {
+            return Ok(false);
+        }
+        // Its end may be what was changed.
+        let colon = line.iter().skip(BEGIN.len()).position(|byte| *byte == b':').map_or(0, |colon| BEGIN.len() + colon);
+        let text = line.get(..=colon + SUM_DIGITS).filter(|text| is_whole && text.len() + NOTE_END.len() <= line.len());
+        let mark = text.and_then(Mark::parse);
+        if mark.is_some_and(|mark| mark.sum.is_some() && possible.contains(&mark.offset)) {
             return Ok(true);
         }
-        // It may stand across two pieces.
-        seen.drain(..seen.len().saturating_sub(wanted.len()));
     }
 }
+
+/// The longest mark, with its end: 20 digits of an offset, and a checksum.
+const MARK_BYTES_MAX: u64 = (BEGIN.len() + 20 + 1 + SUM_DIGITS + NOTE_END.len()) as u64;
 
 // Mark: a note in a file of commands that says how far the stream is there, and has a checksum of what stands before.
 //
@@ -315,6 +343,166 @@ impl Mark {
         out.extend_from_slice(format!("{BEGIN}{}{sum}", self.offset).as_bytes());
         out.extend_from_slice(NOTE_END);
     }
+}
+
+// Aside: notes with what no server is to get, so that a file has every byte of the stream.
+//
+// ```text
+//   the stream   SET a 1          PING            MULTI  SET b 2  PUBLISH c d     EXEC
+//   the file     SET a 1   #REMORA-ASIDE:Kj…      MULTI  SET b 2  #REMORA-ASIDE:… EXEC
+// ```
+
+/// What a note begins with that has bytes of the stream.
+const ASIDE: &[u8] = b"#REMORA-ASIDE:";
+
+/// Bytes of the stream in one note. In base 64 and with its beginning it is shorter than the servers' longest line,
+/// 1,024 bytes (`AOF_ANNOTATION_LINE_MAX_LEN`).
+const ASIDE_PIECE: usize = 720;
+
+/// The note before a command that is not of the stream.
+pub(crate) const ADDED: &[u8] = b"#REMORA-ADDED\r\n";
+const ADDED_NOTE: &[u8] = b"#REMORA-ADDED";
+
+/// Notes with what no server is to get.
+pub(crate) struct AsideNote;
+
+impl AsideNote {
+    /// Appends notes with all of these bytes.
+    pub(crate) fn write(bytes: &[u8], out: &mut Vec<u8>) {
+        for piece in bytes.chunks(ASIDE_PIECE) {
+            out.extend_from_slice(ASIDE);
+            out.extend_from_slice(STANDARD.encode(piece).as_bytes());
+            out.extend_from_slice(NOTE_END);
+        }
+    }
+
+    /// The bytes of a note; `None` if it is another one, or damaged.
+    fn parse(note: &[u8]) -> Option<Vec<u8>> {
+        STANDARD.decode(note.strip_prefix(ASIDE)?).ok()
+    }
+}
+
+// Stream: the bytes of the stream out of files of commands that follow one another.
+
+/// Writes the stream behind this offset out of these files, up to their last mark, while `goes_on` says so. Returns the
+/// offset of its last byte.
+///
+/// # Errors
+/// A file cannot be read, is damaged, or does not have all bytes of the stream; `out` cannot be written; or it does not
+/// go on.
+pub(crate) fn write_stream(
+    files: &[PathBuf],
+    offset: u64,
+    out: &File,
+    goes_on: &dyn Fn() -> bool,
+) -> Result<u64, Failure> {
+    let mut stream = Stream { out: BufWriter::with_capacity(PIECE, out), end: offset, marked: offset };
+    for (number, path) in files.iter().enumerate() {
+        let failed = |what: String| Failure::refused(format!("{}: {what}", path.display()));
+        let (mut item, mut is_added) = (Item::Next, false);
+        let mut part_of = |part: &[u8], found: Option<&Found>| {
+            if !goes_on() {
+                return Err(failed("its reader ends".to_owned()));
+            }
+            if item == Item::Next {
+                item = if part.starts_with(b"#") { Item::Note } else { Item::Command };
+            }
+            if item == Item::Command && !is_added {
+                stream.put(part)?;
+            }
+            match found {
+                Some(Found::Command { .. }) => (item, is_added) = (Item::Next, false),
+                Some(Found::Note(note)) => {
+                    item = Item::Next;
+                    is_added = note == ADDED_NOTE;
+                    stream.note(note).map_err(failed)?;
+                }
+                Some(Found::Verb(_)) | None => {}
+            }
+            Ok(())
+        };
+        let read = AofFile::walk(path, None, &mut part_of)?;
+        read.refuse_what_is_not_checked(path, number + 1 == files.len())?;
+    }
+    stream.finish(offset)
+}
+
+/// What a part belongs to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Item {
+    /// To what begins with it.
+    Next,
+    Note,
+    Command,
+}
+
+/// The stream that is written.
+struct Stream<'a> {
+    out: BufWriter<&'a File>,
+    /// The last byte that was written.
+    end: u64,
+    /// The same at the last mark.
+    marked: u64,
+}
+
+impl Stream<'_> {
+    fn put(&mut self, bytes: &[u8]) -> Result<(), Failure> {
+        self.end += bytes.len() as u64;
+        self.out.write_all(bytes).map_err(unwritable)
+    }
+
+    /// Takes a note.
+    ///
+    /// # Errors
+    /// It is damaged, or not all bytes before it are there.
+    fn note(&mut self, note: &[u8]) -> Result<(), String> {
+        if note.starts_with(ASIDE) {
+            let bytes = AsideNote::parse(note).ok_or("a note with bytes of the stream is damaged")?;
+            return self.put(&bytes).map_err(|failure| failure.message);
+        }
+        match Mark::parse(note) {
+            Some(mark) if mark.offset != self.end => Err(format!(
+                "it does not have all bytes of the stream: a mark stands at offset {}, and they end at {}",
+                mark.offset, self.end
+            )),
+            Some(_) => {
+                self.marked = self.end;
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Cuts off what is behind the last mark.
+    fn finish(self, begins: u64) -> Result<u64, Failure> {
+        let file = self.out.into_inner().map_err(|error| unwritable(error.into_error()))?;
+        file.set_len(self.marked.saturating_sub(begins)).map_err(unwritable)?;
+        Ok(self.marked)
+    }
+}
+
+fn unwritable(error: io::Error) -> Failure {
+    Failure::local(format!("the stream of a backup cannot be written to the folder for it: {error}"))
+}
+
+/// The bytes at the end of a file in which its last mark is looked for: with a mark for each second, as much as a
+/// second brings in most cases.
+const TAIL_BYTES: u64 = 8 << 20;
+
+/// How far a file of commands reaches by its last mark, without a look at the rest of it; `None` if no mark is near its
+/// end.
+pub(crate) fn reaches(path: &Path) -> Option<u64> {
+    let mut file = open_to_read(path).ok()?;
+    let from = file.metadata().ok()?.len().saturating_sub(TAIL_BYTES);
+    file.seek(io::SeekFrom::Start(from)).ok()?;
+    let mut tail = Vec::new();
+    file.take(TAIL_BYTES).read_to_end(&mut tail).ok()?;
+    let mark_of = |line: &[u8]| Mark::parse(line.strip_suffix(b"\r")?);
+    // What has no end yet is not read. A line of a value that looks like a mark costs an attempt to use the file.
+    let mut lines = tail.split(|byte| *byte == b'\n').rev().skip(1);
+    let last = lines.find_map(|line| mark_of(line).filter(|mark| mark.sum.is_some()));
+    let of_the_head = || tail.get(..HEAD_BYTES).filter(|_| from == 0)?.split(|byte| *byte == b'\n').find_map(mark_of);
+    last.or_else(of_the_head).map(|mark| mark.offset)
 }
 
 // Head: the beginning of a file of commands, always of the same length: each file is loaded by itself, from database 0

@@ -1,11 +1,12 @@
 //! Recorder: the replication stream as files of commands.
 //!
-//! What has no effect on data is left out: `PING`, `REPLCONF`, `PUBLISH`, and what changes the map of a cluster, where
-//! a restored node has another place. An expiry that counts from the moment of its command (Redis 6.2) is followed by
-//! the same as a time of the calendar, since the file is loaded much later. Before the first command of each second
-//! stands how far the stream is, and which second it is. A note never stands within a transaction, and a file never
-//! ends there unless the process is killed. Seconds never go back within a file: where the clock of this host does, the
-//! next file begins.
+//! A server that loads a file gets nothing that has no effect on data: `PING`, `REPLCONF`, `PUBLISH`, and what changes
+//! the map of a cluster, where a restored node has another place. Their bytes stand in notes, which servers skip, so
+//! that a file has every byte of the stream. An expiry that counts from the moment of its command (Redis 6.2) is
+//! followed by the same as a time of the calendar, since the file is loaded much later. Before the first command of a
+//! second stands how far the stream is, and which second it is: never within a transaction. A file never ends there
+//! unless the process is killed. Seconds never go back within a file: where the clock of this host does, the next file
+//! begins.
 
 use std::fmt::Debug;
 use std::fs::File;
@@ -19,7 +20,7 @@ use remora_redis::aof::{Found, Relative, TIME_NOTE, Verb, Walker};
 use remora_redis::rdb::crc64;
 use remora_redis::resp;
 
-use crate::commands_file::{AofFile, HEAD_BYTES, Mark, NOTE_END};
+use crate::commands_file::{ADDED, AofFile, AsideNote, HEAD_BYTES, Mark, NOTE_END};
 use remora_base::moment::Moment;
 use remora_process::exit::Failure;
 
@@ -39,6 +40,10 @@ pub(crate) struct Recorder {
     verb: Option<Verb>,
     /// What the file has not got yet.
     waiting: Vec<u8>,
+    /// What no server is to get, since the last effect.
+    aside: Vec<u8>,
+    /// How many of these bytes are whole commands outside of a transaction.
+    aside_whole: usize,
     file: File,
     /// Length of the file.
     length: u64,
@@ -79,6 +84,9 @@ const STEP_BACK_SECONDS: u64 = 2;
 /// Bytes of the stream without a command after which a mark is worth its place.
 const MARK_EVERY: u64 = 64 << 10;
 
+/// Bytes that no server is to get, and that wait for a command with an effect: a `PING` alone is not worth a write.
+const ASIDE_BYTES: usize = 64 << 10;
+
 /// Why a stream could not be recorded.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RecordError {
@@ -110,6 +118,8 @@ impl Recorder {
             pending: Vec::new(),
             verb: None,
             waiting: Vec::new(),
+            aside: Vec::new(),
+            aside_whole: 0,
             file,
             length,
             border: length,
@@ -201,7 +211,7 @@ impl Recorder {
             match self.verb {
                 None => self.pending.extend_from_slice(part),
                 Some(verb) if verb.has_effect() => self.waiting.extend_from_slice(part),
-                Some(_) => {}
+                Some(_) => self.aside.extend_from_slice(part),
             }
             match found {
                 Some(Found::Verb(verb)) => self.begun(verb, now)?,
@@ -219,6 +229,9 @@ impl Recorder {
                 }
                 Some(Found::Note(_)) | None => {}
             }
+            if self.aside.len() >= ASIDE_BYTES {
+                self.put_aside();
+            }
             if self.waiting.len() >= WAITING_BYTES {
                 self.write()?;
             }
@@ -231,6 +244,7 @@ impl Recorder {
         self.verb = Some(verb);
         let begun = std::mem::take(&mut self.pending);
         if !verb.has_effect() {
+            self.aside.extend_from_slice(&begun);
             return Ok(());
         }
         if !self.walker.is_in_transaction() && now.get().saturating_add(STEP_BACK_SECONDS) < self.noted.get() {
@@ -249,8 +263,22 @@ impl Recorder {
             self.waiting.extend_from_slice(NOTE_END);
             self.noted = now;
         }
+        self.put_aside();
         self.waiting.extend_from_slice(&begun);
         Ok(())
+    }
+
+    /// Notes what no server is to get. Behind what is whole of it is a border.
+    fn put_aside(&mut self) {
+        let mut aside = std::mem::take(&mut self.aside);
+        let (whole, part) = aside.split_at_checked(self.aside_whole).unwrap_or((&aside, &[]));
+        if !whole.is_empty() {
+            AsideNote::write(whole, &mut self.waiting);
+            self.at_border();
+        }
+        AsideNote::write(part, &mut self.waiting);
+        aside.clear();
+        (self.aside, self.aside_whole) = (aside, 0);
     }
 
     /// A command has ended.
@@ -260,6 +288,7 @@ impl Recorder {
         if self.walker.is_in_transaction() {
             return Ok(());
         }
+        self.aside_whole = self.aside.len();
         self.at_border();
         self.taken = self.walker.border();
         (self.border_database, self.border_noted) = (self.walker.database(), self.noted);
@@ -291,6 +320,7 @@ impl Recorder {
 
     /// Notes how far the stream is. Only at a border.
     fn mark(&mut self) {
+        self.put_aside();
         self.sum_up();
         Mark::behind(self.recorded(), self.sum).write(&mut self.waiting);
         self.at_border();
@@ -340,6 +370,7 @@ impl Recorder {
 
     /// Ends the last file at a border, with a mark, on the disk.
     pub(crate) fn finish(&mut self) -> io::Result<()> {
+        self.aside.truncate(self.aside_whole);
         self.write()?;
         if self.length > self.border {
             self.file.set_len(self.border)?;
@@ -362,6 +393,7 @@ fn expire(waiting: &mut Vec<u8>, relative: Relative<'_>, written: Option<u64>) -
     let Some(milliseconds) = relative.milliseconds else { return Ok(()) };
     let (Some(key), Some(written)) = (relative.key, written) else { return Err(RecordError::TimeUnknown) };
     let at = i64::try_from(written).unwrap_or(i64::MAX).saturating_add(milliseconds);
+    waiting.extend_from_slice(ADDED);
     resp::command(waiting, &[&b"PEXPIREAT"[..], key, at.to_string().as_bytes()]);
     Ok(())
 }
@@ -405,9 +437,13 @@ pub(crate) struct Finished<'a> {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use std::path::PathBuf;
+
+    use proptest::prelude::*;
     use remora_redis::resp::command;
 
     use super::*;
+    use crate::commands_file::{reaches, write_stream};
     use crate::journal::sets::Place;
 
     impl Recorder {
@@ -436,6 +472,22 @@ mod tests {
         let mut bytes = Vec::new();
         all.iter().for_each(|words| command(&mut bytes, words));
         bytes
+    }
+
+    fn aside(all: &[&[&str]]) -> Vec<u8> {
+        let mut notes = Vec::new();
+        AsideNote::write(&commands(all), &mut notes);
+        notes
+    }
+
+    /// The stream behind offset 100 out of all files of commands, and its end.
+    fn stream(folder: &Path) -> Result<(Vec<u8>, u64), Failure> {
+        let path = |number| folder.join(format!("appendonlydir/appendonly.aof.{number}.incr.aof"));
+        let files: Vec<PathBuf> = (1..).map(path).take_while(|path| path.exists()).collect();
+        let out = tempfile::NamedTempFile::new().unwrap();
+        let end = write_stream(&files, 100, out.as_file(), &|| true)?;
+        assert_eq!(files.last().and_then(|last| reaches(last)), Some(end));
+        Ok((std::fs::read(out.path()).unwrap(), end))
     }
 
     #[test]
@@ -467,14 +519,113 @@ mod tests {
                 wanted += std::str::from_utf8(text).unwrap();
             };
             let ping = "*1\r\n$4\r\nPING\r\n".len();
+            put(None, &aside(&[&["PING"]]));
             put(Some(100 + ping), b"#TS:1000\r\n");
             put(None, &commands(&[&["SELECT", "3"], &["SET", "a", "1"]]));
-            put(None, &commands(&[&["MULTI"], &["SET", "b", "2"], &["EXEC"]]));
+            put(None, &aside(&[&["REPLCONF", "GETACK", "*"]]));
+            put(None, &commands(&[&["MULTI"], &["SET", "b", "2"]]));
+            put(None, &aside(&[&["PUBLISH", "c", "SET"]]));
+            put(None, &commands(&[&["EXEC"]]));
+            put(None, &aside(&[&["PING"], &["PING"]]));
             put(Some(100 + first.len() + second.len() + ping), b"#TS:1002\r\n");
             put(None, &commands(&[&["DEL", "a"]]));
             put(Some(100 + all), b"");
             assert_eq!(body, wanted, "in pieces of {piece}");
+            assert_eq!(stream(&folder).unwrap(), ([first, second, third].concat(), recorder.recorded()));
         }
+    }
+
+    /// A part of a stream: with an effect or without, in a transaction or not, with a time that counts from its moment.
+    fn parts() -> impl Strategy<Value = Vec<u8>> {
+        let long = "x".repeat(2_000);
+        let one = prop_oneof![
+            Just(commands(&[&["PING"]])),
+            Just(commands(&[&["REPLCONF", "GETACK", "*"]])),
+            Just(commands(&[&["PUBLISH", "c", &long]])),
+            Just(commands(&[&["SET", "a", "#REMORA:7\r\n#TS:1\r\n"]])),
+            Just(commands(&[&["SET", "a", "1", "PX", "1500"]])),
+            Just(commands(&[&["SELECT", "3"]])),
+        ];
+        let some = |least, most| prop::collection::vec(one.clone(), least..most).prop_map(|parts| parts.concat());
+        prop_oneof![
+            3 => some(1, 4),
+            1 => some(0, 4).prop_map(|parts| [commands(&[&["MULTI"]]), parts, commands(&[&["EXEC"]])].concat()),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(60))]
+
+        #[test]
+        fn files_have_every_byte_of_the_stream_whatever_it_is_and_whenever_the_recorder_is_killed(
+            parts in prop::collection::vec(parts(), 1..20),
+            steps in prop::collection::vec((1..4_000_usize, 0..5_u8, 0..3_u64), 1..40),
+            file_size in 200..6_000_u64,
+        ) {
+            let sent = parts.concat();
+            let temporary = tempfile::tempdir().unwrap();
+            let place = Arc::new(Place::create(temporary.path().to_owned(), file_size).unwrap());
+            let (mut recorder, mut second) = (Recorder::begin(place, 100).unwrap(), 1000);
+            for (piece, what, passed) in steps {
+                second += passed;
+                let from = (recorder.next_byte() - 101) as usize;
+                let bytes = &sent[from..sent.len().min(from + piece)];
+                recorder.take_at(bytes, Moment::seconds(second));
+                match what {
+                    0 => recorder.sync().unwrap(),
+                    1 => {
+                        // Killed: the last file is cut behind its last mark, or the backup was ended in order.
+                        if piece % 2 == 0 {
+                            recorder.finish().unwrap();
+                        }
+                        let numbers = (1..).take_while(|number| {
+                            temporary.path().join(format!("appendonlydir/appendonly.aof.{number}.incr.aof")).exists()
+                        });
+                        let list: String = std::iter::once("file b.rdb seq 1 type b\n".to_owned())
+                            .chain(numbers.map(|n| format!("file appendonly.aof.{n}.incr.aof seq {n} type i\n")))
+                            .collect();
+                        std::fs::write(temporary.path().join("appendonlydir/appendonly.aof.manifest"), list).unwrap();
+                        let (place, path) = Place::reopen(temporary.path(), file_size).unwrap();
+                        recorder = Recorder::resume(Arc::new(place), &path).unwrap();
+                    }
+                    _ => {}
+                }
+                if what == 0 {
+                    let (read, end) = stream(temporary.path()).unwrap();
+                    prop_assert!(read[..] == sent[..(end - 100) as usize]);
+                }
+            }
+            recorder.finish().unwrap();
+            let (read, end) = stream(temporary.path()).unwrap();
+            prop_assert_eq!(end, recorder.recorded());
+            prop_assert!(read[..] == sent[..(end - 100) as usize]);
+        }
+    }
+
+    #[test]
+    fn a_file_that_lacks_bytes_of_the_stream_is_not_taken_for_it() {
+        let temporary = tempfile::tempdir().unwrap();
+        let mut recorder = recorder(temporary.path(), 1 << 20);
+        recorder.take_at(&commands(&[&["SET", "a", "1"], &["PING"], &["SET", "b", "1"]]), Moment::seconds(5));
+        recorder.finish().unwrap();
+        let path = temporary.path().join("appendonlydir/appendonly.aof.1.incr.aof");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let (head, body) = text.split_at(HEAD_BYTES);
+        // As a program wrote it that left out what has no effect. Its checksums are right.
+        let note = String::from_utf8(aside(&[&["PING"]])).unwrap();
+        let (before, _) = body.split_once("#REMORA:1").map(|(before, _)| (before.to_owned(), ())).unwrap();
+        let mut without = head.to_owned() + &before;
+        let rest = body[before.len()..].replace(&note, "");
+        let at = rest.rfind("#REMORA:").unwrap();
+        without += &rest[..at];
+        let mut mark = Vec::new();
+        let sum = crc64(0, &without.as_bytes()[HEAD_BYTES..]);
+        Mark::behind(recorder.recorded(), sum).write(&mut mark);
+        without += std::str::from_utf8(&mark).unwrap();
+        std::fs::write(&path, without).unwrap();
+        AofFile::read(&path, None).unwrap().refuse_what_is_not_checked(&path, true).unwrap();
+        let why = stream(temporary.path()).unwrap_err().message;
+        assert!(why.contains("not have all bytes of the stream") && why.contains(path.to_str().unwrap()), "{why}");
     }
 
     #[test]
@@ -570,7 +721,7 @@ mod tests {
         recorder.take_at(&commands(&[&["SELECT", "7"], &["SET", "a", &long]]), Moment::seconds(5));
         recorder.take_at(&commands(&[&["MULTI"], &["SET", "b", &long], &["EXEC"]]), Moment::seconds(6));
         recorder.sync().unwrap();
-        recorder.take_at(&commands(&[&["SET", "c", "1"]]), Moment::seconds(7));
+        recorder.take_at(&commands(&[&["PING"], &["SET", "c", "1", "PX", "7"]]), Moment::seconds(7));
         recorder.finish().unwrap();
         for (number, is_last) in [(1, false), (2, true)] {
             let path = folder.path().join(format!("appendonlydir/appendonly.aof.{number}.incr.aof"));
@@ -625,7 +776,9 @@ mod tests {
             sent.chunks(piece).for_each(|bytes| recorder.take_at(bytes, Moment::seconds(1000)));
             recorder.finish().unwrap();
             let text = file(&folder, 1);
-            assert!(text.contains(std::str::from_utf8(&kept).unwrap()), "{text:?}");
+            assert_eq!(text.matches("#REMORA-ADDED\r\n*3\r\n$9\r\nPEXPIREAT").count(), 3, "{text:?}");
+            assert!(text.replace("#REMORA-ADDED\r\n", "").contains(std::str::from_utf8(&kept).unwrap()), "{text:?}");
+            assert_eq!(stream(&folder).unwrap().0, sent);
             assert!(text.contains(&format!("#REMORA:{}:", 100 + sent.len())), "{text:?}");
         }
     }
@@ -646,7 +799,9 @@ mod tests {
         sent.chunks(3).for_each(|bytes| recorder.take_at(bytes, Moment::seconds(5)));
         recorder.finish().unwrap();
         let text = file(folder.path(), 1);
-        assert!(text.contains(&format!("#TS:5\r\n{}", String::from_utf8(kept).unwrap())), "{text:?}");
+        let read: String = text.split_inclusive("\r\n").filter(|line| !line.starts_with("#REMORA-ASIDE:")).collect();
+        assert!(read.contains(&format!("#TS:5\r\n{}", String::from_utf8(kept).unwrap())), "{text:?}");
+        assert_eq!(stream(folder.path()).unwrap().0, sent);
         assert_eq!(recorder.recorded(), 100 + sent.len() as u64);
     }
 

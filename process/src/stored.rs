@@ -23,11 +23,11 @@ pub trait Stored: Send + Sync {
     /// How long a look serves one who only reports it.
     fn holds(&self) -> Duration;
 
-    /// Reads all of what a look has found, while `goes_on` says so.
+    /// Reads all of what a look has found, while `goes_on` says so: the data, and `with_commands` the commands since.
     ///
     /// # Errors
     /// It is not there any more, is damaged, or cannot be read; or it does not go on.
-    fn open(&self, found: &Found, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure>;
+    fn open(&self, found: &Found, with_commands: bool, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure>;
 }
 
 /// What a look has found.
@@ -48,6 +48,8 @@ pub struct StoredHead {
     pub history: ReplId,
     /// The last byte of the stream that they hold.
     pub offset: u64,
+    /// The last byte of the stream that is stored behind them. The same offset where none is.
+    pub reaches: u64,
     /// When they were taken.
     pub taken: Moment,
     /// The version of their format.
@@ -60,8 +62,19 @@ pub struct Opened {
     pub path: PathBuf,
     /// What it is.
     pub rdb: RdbFile,
-    /// What the file goes with.
+    /// The commands since, if they were asked for.
+    pub stream: Option<StoredStream>,
+    /// What the files go with.
     pub keeps: Option<Box<dyn Any + Send>>,
+}
+
+/// The stream behind stored data, byte by byte, in a file of its own.
+#[derive(Debug)]
+pub struct StoredStream {
+    /// The file that has it.
+    pub path: PathBuf,
+    /// The offset of its last byte.
+    pub end: u64,
 }
 
 /// Reads the head of an RDB file, and nothing of its keys.
@@ -78,7 +91,7 @@ pub fn head_of(path: &Path) -> Result<StoredHead, String> {
     let taken = text("ctime").and_then(|seconds| seconds.parse().ok()).unwrap_or_default();
     match (head.replid(), head.offset()) {
         (Some(history), Some(offset)) => {
-            Ok(StoredHead { history, offset, taken: Moment::seconds(taken), version: head.version })
+            Ok(StoredHead { history, offset, reaches: offset, taken: Moment::seconds(taken), version: head.version })
         }
         _ => Err("it does not say to which replication history it belongs (repl-id, repl-offset)".to_owned()),
     }

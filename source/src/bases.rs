@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Of backups and files the one with the least of the stream behind it comes first. A base serves if its history is
-//! that of the server, if the server has all of the stream behind it, and if the journal holds that.
+//! that of the server, if the server has all of the stream behind it, or behind the commands that are stored with it,
+//! and if the journal holds that.
 //!
 //! A capture tries them in this order, and a dry run and the status say the first of them: there is one function,
 //! [`order`].
@@ -47,6 +48,8 @@ pub(crate) struct Data {
     pub(crate) history: ReplId,
     /// The last byte of the stream that they hold.
     pub(crate) offset: u64,
+    /// The last byte of the stream that is stored with them; [`Data::offset`] where none is.
+    pub(crate) reaches: u64,
     /// How long ago they were the server's.
     pub(crate) age: Duration,
 }
@@ -82,6 +85,8 @@ pub(crate) struct Serves {
     pub(crate) candidate: usize,
     /// Bytes of the stream behind it.
     pub(crate) behind: u64,
+    /// The server does not have all of them: the first ones are stored with it.
+    pub(crate) with_commands: bool,
 }
 
 /// Puts the candidates in the order in which they are tried.
@@ -89,7 +94,7 @@ pub(crate) fn order(candidates: &[Candidate], world: &World<'_>) -> Order {
     let mut order = Order::default();
     for (number, candidate) in candidates.iter().enumerate() {
         match world.behind(candidate) {
-            Ok(behind) => order.serve.push(Serves { candidate: number, behind }),
+            Ok((behind, with_commands)) => order.serve.push(Serves { candidate: number, behind, with_commands }),
             Err(why) => order.passed_over.push((number, format!("{}: {why}", candidate.name()))),
         }
     }
@@ -99,23 +104,24 @@ pub(crate) fn order(candidates: &[Candidate], world: &World<'_>) -> Order {
 }
 
 impl World<'_> {
-    /// How much of the stream is behind the candidate.
+    /// How much of the stream is behind the candidate, and whether its commands are needed for that.
     ///
     /// # Errors
     /// It does not serve, and why.
-    fn behind(&self, candidate: &Candidate) -> Result<u64, String> {
+    fn behind(&self, candidate: &Candidate) -> Result<(u64, bool), String> {
         let data = match &candidate.known {
             Known::Unusable(why) => return Err(why.clone()),
             Known::New if candidate.kind == BaseKind::Fork && self.no_fork => {
                 return Err("the server must not fork (--no-fork)".to_owned());
             }
-            Known::New => return Ok(0),
+            Known::New => return Ok((0, false)),
             Known::There(data) => data,
         };
         if candidate.kind == BaseKind::Snapshot && data.age > self.max_age {
             let [age, most] = [data.age, self.max_age].map(readable);
             return Err(format!("{age} old, and {most} is the most (--max-age)"));
         }
+        let mut with_commands = false;
         let end = match self.journal {
             // The stream that is followed serves for a snapshot that begins within it.
             Some((history, first, end)) => {
@@ -131,13 +137,18 @@ impl World<'_> {
                 end
             }
             None => {
-                self.facts.covers(data.history, data.offset, 0)?;
+                if let Err(why) = self.facts.covers(data.history, data.offset, 0) {
+                    if data.reaches <= data.offset || self.facts.covers(data.history, data.reaches, 0).is_err() {
+                        return Err(why);
+                    }
+                    with_commands = true;
+                }
                 self.facts.offset.unwrap_or(data.offset)
             }
         };
         let behind = end.saturating_sub(data.offset);
         match behind <= self.journal_bytes {
-            true => Ok(behind),
+            true => Ok((behind, with_commands)),
             false => Err(format!(
                 "{} of the stream are behind it, and the journal holds {} (--journal-memory)",
                 Size::bytes(behind),
@@ -227,7 +238,7 @@ mod tests {
     }
 
     fn there(kind: BaseKind, place: &str, offset: u64) -> Candidate {
-        let data = Data { history: replid('a'), offset, age: HOUR * 3 };
+        let data = Data { history: replid('a'), offset, reaches: offset, age: HOUR * 3 };
         Candidate { kind, place: place.into(), known: Known::There(data) }
     }
 
@@ -281,7 +292,7 @@ mod tests {
     fn the_snapshot_that_is_there_comes_first_unless_it_is_too_old() {
         let facts = facts();
         let held = |age| {
-            let data = Data { history: replid('a'), offset: 700, age };
+            let data = Data { history: replid('a'), offset: 700, reaches: 700, age };
             Candidate { kind: BaseKind::Snapshot, place: String::new(), known: Known::There(data) }
         };
         let world = World { journal: Some((replid('a'), 701, 1000)), ..world(&facts) };
@@ -297,10 +308,37 @@ mod tests {
     fn a_base_of_a_former_history_serves_to_the_end_of_that() {
         let facts = Facts { former: Some((replid('b'), 801)), ..facts() };
         for (offset, serves) in [(800, true), (801, false)] {
-            let data = Data { history: replid('b'), offset, age: HOUR };
+            let data = Data { history: replid('b'), offset, reaches: offset, age: HOUR };
             let candidate = Candidate { kind: BaseKind::File, place: "f".into(), known: Known::There(data) };
             assert_eq!(!order(&[candidate], &world(&facts)).serve.is_empty(), serves, "{offset}");
         }
+    }
+
+    #[test]
+    fn the_commands_of_a_backup_are_taken_where_the_server_lacks_what_is_behind_its_snapshot() {
+        let facts = facts();
+        let stored = |offset, reaches| {
+            let data = Data { history: replid('a'), offset, reaches, age: HOUR };
+            Candidate { kind: BaseKind::Backup, place: "b".into(), known: Known::There(data) }
+        };
+        // The backlog keeps what follows offset 500.
+        for (offset, reaches, expected) in [
+            (500, 900, Some((500, false))),
+            (499, 900, Some((501, true))),
+            (100, 500, Some((900, true))),
+            (100, 499, None),
+            (100, 100, None),
+            (100, 1001, None),
+        ] {
+            let found = order(&[stored(offset, reaches)], &world(&facts));
+            let serves = found.serve.first().map(|serves| (serves.behind, serves.with_commands));
+            assert_eq!(serves, expected, "{offset} to {reaches}: {found:?}");
+        }
+        // All of it must find room, and a stream that is followed is never given its beginning later.
+        let small = World { journal_bytes: 800, ..world(&facts) };
+        assert!(order(&[stored(100, 900)], &small).serve.is_empty());
+        let follows = World { journal: Some((replid('a'), 501, 1000)), ..world(&facts) };
+        assert!(order(&[stored(100, 900)], &follows).serve.is_empty());
     }
 
     #[test]
@@ -327,7 +365,11 @@ mod tests {
                 let known = match known {
                     0 => Known::New,
                     1 => Known::Unusable("broken".into()),
-                    _ => Known::There(Data { history: replid(digit), offset, age: Duration::from_secs(age) }),
+                    _ => {
+                        let (history, age) = (replid(digit), Duration::from_secs(age));
+                        let reaches = offset.saturating_add(if known == 2 { 0 } else { 400 });
+                        Known::There(Data { history, offset, reaches, age })
+                    }
                 };
                 Candidate { kind, place: String::new(), known }
             },
@@ -364,7 +406,10 @@ mod tests {
                             Some((history, first, end)) => {
                                 prop_assert!(history == data.history && (first - 1..=end).contains(&data.offset));
                             }
-                            None => prop_assert!(facts.covers(data.history, data.offset, 0).is_ok()),
+                            None => {
+                                let from = if serves.with_commands { data.reaches } else { data.offset };
+                                prop_assert!(facts.covers(data.history, from, 0).is_ok());
+                            }
                         }
                     }
                 }

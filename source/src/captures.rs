@@ -49,7 +49,7 @@ impl Methods {
         let file = self.file.as_ref()?;
         let (history, offset) = (file.history(), file.offset());
         let age = Duration::from_secs(Moment::now().get().saturating_sub(file.taken().get()));
-        let known = Known::There(Data { history, offset, age });
+        let known = Known::There(Data { history, offset, reaches: offset, age });
         Some(Candidate { kind: BaseKind::File, place: file.place(), known })
     }
 

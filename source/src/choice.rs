@@ -119,7 +119,7 @@ fn held(source: &Source, now: Instant) -> Option<Candidate> {
         None => Known::New,
         Some(origin) => {
             let age = now.saturating_duration_since(snapshot.taken());
-            Known::There(Data { history: origin.history, offset: origin.offset, age })
+            Known::There(Data { history: origin.history, offset: origin.offset, reaches: origin.offset, age })
         }
     };
     Some(Candidate { kind: BaseKind::Snapshot, place, known })

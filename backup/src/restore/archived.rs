@@ -84,14 +84,27 @@ impl Archived {
         PathBuf::from(self.store.address(&self.manifest.name))
     }
 
-    /// Fetches its files into a folder of this host, up to the end of the second `until`.
+    /// The last byte of the stream that its commands hold.
+    ///
+    /// # Errors
+    /// The store cannot be read, or does not say it.
+    pub(super) fn reaches(&self) -> Result<u64, Failure> {
+        Ok(archive::reached(&*self.store, &self.manifest.name)?.offset)
+    }
+
+    /// Fetches its files into a folder of this host, up to the end of the second `until`, while `goes_on` says so.
     ///
     /// # Errors
     /// An object is missing or damaged, the store cannot be read, or the folder has no room.
-    pub(super) fn fetch(&self, until: Option<Moment>, into: &Path) -> Result<Found, Failure> {
+    pub(super) fn fetch(
+        &self,
+        until: Option<Moment>,
+        into: &Path,
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<Found, Failure> {
         let base = self.base()?;
         if self.manifest.kind == Kind::Snapshot {
-            return Ok(Found::Snapshot(self.fetch_snapshot(into, &|| true)?));
+            return Ok(Found::Snapshot(self.fetch_snapshot(into, goes_on)?));
         }
         // Before anything is fetched: what is missing is known by then.
         let mut wanted = self.segments()?;
@@ -105,10 +118,10 @@ impl Archived {
         let failed = |error: io::Error| Failure::local(format!("{}: {error}", folder.display()));
         fs::DirBuilder::new().mode(0o700).create(&folder).map_err(failed)?;
         let mut files = vec![NamedFile { name: "appendonly.aof.1.base.rdb".into(), number: 1, kind: FileKind::Base }];
-        self.object(&base, &folder.join(&files[0].name), &meter, &|| true)?;
+        self.object(&base, &folder.join(&files[0].name), &meter, goes_on)?;
         for Segment { key, number, crc, bytes, .. } in wanted {
             let name = format!("appendonly.aof.{number}.incr.aof");
-            self.object(&Expected { key, bytes, crc }, &folder.join(&name), &meter, &|| true)?;
+            self.object(&Expected { key, bytes, crc }, &folder.join(&name), &meter, goes_on)?;
             files.push(NamedFile { name, number, kind: FileKind::Incremental });
         }
         meter.finish();

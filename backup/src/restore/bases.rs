@@ -6,21 +6,25 @@
 //!   s3://…, a folder of objects ── manifests ──▶ the same                        ── chosen ──▶ fetched, read
 //! ```
 //!
-//! A look reads heads and manifests only. A backup with commands counts by its snapshot: its files of commands leave
-//! out what has no effect on data, so they are not the bytes of the stream that a replica would have to get.
+//! A look reads heads, manifests, and the end of the last file of commands. The commands of a backup are read where the
+//! server has no more of the stream behind its snapshot. They have every byte of it.
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use remora_protocol::BaseKind;
 
 use super::archived::Archived;
-use super::folder_for;
+use super::{AofFolder, FOLDER, Found as Files, folder_for};
+use crate::commands_file::{reaches, write_stream};
 use crate::manifest::{Damaged, Kind, Manifest, checked_snapshot};
 use crate::options::{Location, RestoreOptions, StoreOptions};
 use crate::shelf;
 use remora_process::exit::Failure;
-use remora_process::stored::{Found, Opened, Stored, StoredHead, head_of};
+use remora_process::free_space;
+use remora_process::rdb_file::RdbFile;
+use remora_process::stored::{Found, Opened, Stored, StoredHead, StoredStream, head_of};
 
 /// How long a store that cannot be reached is tried again: replicas wait meanwhile, and there may be another base.
 const RETRY_FOR: Duration = Duration::from_secs(5);
@@ -35,7 +39,10 @@ const BUCKET_HOLDS: Duration = Duration::from_secs(300);
 const DUMP: &str = "dump.rdb";
 
 /// The snapshot of a backup with commands, in its folder.
-const BASE: &str = "appendonlydir/appendonly.aof.1.base.rdb";
+const BASE: &str = "appendonly.aof.1.base.rdb";
+
+/// The stream of a backup with commands, in the folder in which it is kept until the source has read it.
+const STREAM: &str = "stream";
 
 /// The places at which backups and files are looked for.
 #[derive(Clone, Debug)]
@@ -52,8 +59,14 @@ pub struct Places {
 
 /// A backup or a file at one place.
 enum Base {
-    File { path: PathBuf, kind: BaseKind, head: StoredHead },
-    Archived(Box<Archived>),
+    /// `commands`: the folder with the commands since.
+    File {
+        path: PathBuf,
+        commands: Option<PathBuf>,
+        kind: BaseKind,
+        head: StoredHead,
+    },
+    Archived(Box<Archived>, StoredHead),
 }
 
 impl Stored for Places {
@@ -68,12 +81,12 @@ impl Stored for Places {
         }
     }
 
-    fn open(&self, found: &Found, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure> {
+    fn open(&self, found: &Found, with_commands: bool, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure> {
         for at in &self.at {
             let bases = self.bases_at(at).unwrap_or_default();
             if let Some(base) = bases.into_iter().find(|base| base.place() == found.place) {
                 return self
-                    .open_base(base, goes_on)
+                    .open_base(base, with_commands, goes_on)
                     .map_err(|failure| Failure { message: in_the_options_of_a_source(&failure.message), ..failure });
             }
         }
@@ -110,16 +123,26 @@ impl Places {
             }
             let backups = shelf::list(path, Damaged::Skipped).map_err(|failure| failure.to_string())?;
             if let Some(newest) = backups.into_iter().next_back() {
-                let is_file = newest.manifest.kind == Kind::Snapshot;
-                let path = if is_file { newest.path } else { newest.path.join(BASE) };
-                let head = of_manifest(&newest.manifest)?;
-                all.push(Base::File { path, kind: BaseKind::Backup, head });
+                let mut head = of_manifest(&newest.manifest)?;
+                let commands = (newest.manifest.kind == Kind::Journal).then(|| newest.path.join(FOLDER));
+                let path = commands.as_ref().map_or(newest.path, |folder| folder.join(BASE));
+                if let Some(folder) = &commands {
+                    head.reaches = reach_of(folder).unwrap_or_default().max(head.offset);
+                }
+                all.push(Base::File { path, commands, kind: BaseKind::Backup, head });
                 return Ok(all);
             }
         }
         let options = self.options(at);
         match Archived::find(&options) {
-            Ok(archived) => all.extend(archived.map(|archived| Base::Archived(Box::new(archived)))),
+            Ok(None) => {}
+            Ok(Some(archived)) => {
+                let mut head = of_manifest(&archived.manifest)?;
+                if archived.manifest.kind == Kind::Journal {
+                    head.reaches = archived.reaches().map_err(|failure| failure.to_string())?.max(head.offset);
+                }
+                all.push(Base::Archived(Box::new(archived), head));
+            }
             // A folder of a server has no backups.
             Err(_) if !all.is_empty() => {}
             Err(failure) => return Err(failure.to_string()),
@@ -137,17 +160,33 @@ impl Places {
         }
     }
 
-    fn open_base(&self, base: Base, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure> {
+    fn open_base(&self, base: Base, with_commands: bool, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure> {
+        let beside = || folder_for(&self.options(&Location::Path(PathBuf::new())));
         match base {
+            Base::File { path, commands: Some(commands), .. } if with_commands => {
+                let (rdb, beside) = (checked_snapshot(&path)?, beside()?);
+                let stream = stream_of(&AofFolder::named(&commands)?, &rdb, beside.path(), goes_on)?;
+                Ok(Opened { path, rdb, stream: Some(stream), keeps: Some(Box::new(beside)) })
+            }
             Base::File { path, .. } => {
                 let rdb = checked_snapshot(&path)?;
-                Ok(Opened { path, rdb, keeps: None })
+                Ok(Opened { path, rdb, stream: None, keeps: None })
             }
-            Base::Archived(archived) => {
-                let beside = folder_for(&self.options(&Location::Path(PathBuf::new())))?;
+            Base::Archived(archived, _) if with_commands && archived.manifest.kind == Kind::Journal => {
+                let beside = beside()?;
+                let Files::Folder(folder) = archived.fetch(None, beside.path(), goes_on)? else {
+                    return Err(Failure::refused(format!("{} has no commands", archived.address().display())));
+                };
+                let path = folder.path.join(BASE);
+                let rdb = checked_snapshot(&path)?;
+                let stream = stream_of(&folder, &rdb, beside.path(), goes_on)?;
+                Ok(Opened { path, rdb, stream: Some(stream), keeps: Some(Box::new(beside)) })
+            }
+            Base::Archived(archived, _) => {
+                let beside = beside()?;
                 let path = archived.fetch_snapshot(beside.path(), goes_on)?;
                 let rdb = checked_snapshot(&path)?;
-                Ok(Opened { path, rdb, keeps: Some(Box::new(beside)) })
+                Ok(Opened { path, rdb, stream: None, keeps: Some(Box::new(beside)) })
             }
         }
     }
@@ -155,23 +194,43 @@ impl Places {
 
 impl Base {
     fn of_file(path: &Path, kind: BaseKind) -> Result<Base, String> {
-        Ok(Base::File { path: path.to_owned(), kind, head: head_of(path)? })
+        Ok(Base::File { path: path.to_owned(), commands: None, kind, head: head_of(path)? })
     }
 
     fn place(&self) -> String {
         match self {
             Base::File { path, .. } => path.display().to_string(),
-            Base::Archived(archived) => archived.address().display().to_string(),
+            Base::Archived(archived, _) => archived.address().display().to_string(),
         }
     }
 
     fn found(&self) -> Found {
         let (kind, head) = match self {
-            Base::File { kind, head, .. } => (*kind, Ok(*head)),
-            Base::Archived(archived) => (BaseKind::Backup, of_manifest(&archived.manifest)),
+            Base::File { kind, head, .. } => (*kind, *head),
+            Base::Archived(_, head) => (BaseKind::Backup, *head),
         };
-        Found { kind, place: self.place(), head }
+        Found { kind, place: self.place(), head: Ok(head) }
     }
+}
+
+/// How far the commands in a folder reach.
+fn reach_of(folder: &Path) -> Option<u64> {
+    reaches(AofFolder::at(folder).ok()??.commands().last()?)
+}
+
+/// The commands of a backup, byte by byte as the server wrote them.
+fn stream_of(
+    folder: &AofFolder,
+    rdb: &RdbFile,
+    beside: &Path,
+    goes_on: &dyn Fn() -> bool,
+) -> Result<StoredStream, Failure> {
+    let path = beside.join(STREAM);
+    let bytes = folder.commands().iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
+    free_space::check("the stream of a backup", beside, bytes)?;
+    let out = File::create_new(&path).map_err(|error| Failure::local(format!("{}: {error}", path.display())))?;
+    let end = write_stream(&folder.commands(), rdb.offset, &out, goes_on)?;
+    Ok(StoredStream { path, end })
 }
 
 /// What a manifest says of a backup's snapshot.
@@ -180,7 +239,7 @@ fn of_manifest(manifest: &Manifest) -> Result<StoredHead, String> {
         "its manifest does not say to which replication history it belongs (repl-id, repl-offset)".to_owned()
     })?;
     let (offset, taken, version) = (manifest.offset, manifest.taken_seconds, manifest.rdb_version);
-    Ok(StoredHead { history, offset, taken, version })
+    Ok(StoredHead { history, offset, reaches: offset, taken, version })
 }
 
 /// A sentence about a store or a backup, with the options of `remora source` in place of those of `remora restore`.

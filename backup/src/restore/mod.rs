@@ -22,7 +22,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use remora_redis::aof::Manifest;
+use remora_redis::aof::{FileKind, Manifest};
 use rustix::fs::RenameFlags;
 use serde::Serialize;
 use tempfile::TempDir;
@@ -99,7 +99,7 @@ async fn restored(options: RestoreOptions) -> Result<Report, Failure> {
             if let (Some(to), false) = (&asked.to, asked.replaces) {
                 refuse_what_is_there(to, archived.manifest.kind)?;
             }
-            let found = archived.fetch(asked.until, &into)?;
+            let found = archived.fetch(asked.until, &into, &|| true)?;
             let mut report = checked(&asked, &found, true)?;
             report.path = archived.address();
             Ok(report)
@@ -395,6 +395,21 @@ impl AofFolder {
             return Err(unreadable(&"it names no file"));
         }
         Ok(Some(AofFolder { path: path.to_owned(), list, manifest, is_checked }))
+    }
+
+    /// The folder at this path, which a backup names.
+    ///
+    /// # Errors
+    /// It has no list of its files, or that cannot be read.
+    fn named(path: &Path) -> Result<AofFolder, Failure> {
+        let lost = || Failure::refused(format!("{} has lost its list of files", path.display()));
+        AofFolder::at(path)?.ok_or_else(lost)
+    }
+
+    /// Its files of commands.
+    fn commands(&self) -> Vec<PathBuf> {
+        let files = self.manifest.files.iter().filter(|file| file.kind == FileKind::Incremental);
+        files.map(|file| self.path.join(&file.name)).collect()
     }
 }
 

@@ -25,6 +25,7 @@ use remora_base::moment::Moment;
 use remora_base::mutation::Mutation;
 use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
+use remora_process::stored::StoredStream;
 use remora_server::Facts;
 
 /// Pause of a writer whose ring is full, before it checks again whether a slot was retired.
@@ -541,10 +542,14 @@ impl Capture {
 //   snapshot table                          journal
 // ```
 //
-// The server is asked by `INFO` first: a `PSYNC` that it cannot continue would have it take a snapshot.
+// The server is asked by `INFO` first: a `PSYNC` that it cannot continue would have it take a snapshot. Where the
+// beginning of the stream is stored too, the journal has it first, and the server is asked for what is behind that.
 
 /// Bytes that are read at a time.
 const PIECE: usize = 1 << 20;
+
+/// How much the clocks of two hosts may differ, where their time is kept by any means.
+const CLOCKS_DIFFER: Duration = Duration::from_secs(60);
 
 const A_DAY: Duration = Duration::from_secs(24 * 3600);
 
@@ -558,6 +563,7 @@ impl Capture {
     /// Opens a file, and the stream behind it, unless another capture follows that.
     pub(super) fn open_file(&self, file: &SnapshotFile) -> Result<OpenedFile, CaptureError> {
         let SnapshotFile { path, replid, offset, .. } = file;
+        let end = file.end();
         let unreadable =
             |error: std::io::Error| CaptureError::File(format!("{} cannot be read: {error}", path.display()));
         let input = File::open(path).map_err(unreadable)?;
@@ -581,10 +587,10 @@ impl Capture {
             Some(_) => {
                 let facts = self.wait_for(async { Facts::read(&mut self.plan.server.connect().await?).await })?;
                 file.check(&facts).map_err(CaptureError::File)?;
-                let resume = Some((*replid, offset + 1));
+                let resume = Some((*replid, end + 1));
                 let mut link = self.handshake(Options { resume, ..Options::default() })?;
                 let now = link.continued()?.ok_or(CaptureError::HistoryGone)?;
-                is_same_history(*replid, now, *offset)?;
+                is_same_history(*replid, now, end)?;
                 Some(link.into_socket())
             }
         };
@@ -602,19 +608,40 @@ impl Capture {
         self.plan.gauge.announced(file.bytes);
         let mut taking = Taking::new(self, writer, sealing);
         let journal = journal.map(|mut journal| {
-            // When the server has written what it has kept is not known.
-            journal.written_since(long_ago(Instant::now()));
+            // When the server has written what is behind the snapshot is not known. It was after that.
+            journal.written_since(file.taken_at(Instant::now(), Moment::now()));
             journal
         });
-        let (Some(socket), Some(journal)) = (socket, journal) else {
+        let (Some(socket), Some(mut journal)) = (socket, journal) else {
             taking.append_file(&mut input, file)?;
             taking.complete(0)?;
             return Ok(Following::AnotherCapture);
         };
+        if let Some(stream) = &file.stream {
+            self.append_stored(&mut journal, stream).inspect_err(|_| journal.abort())?;
+        }
         self.beside_the_stream(socket, journal, || {
             taking.append_file(&mut input, file)?;
             taking.complete(0)
         })
+    }
+
+    /// Puts the stored beginning of the stream into the journal. It was checked when it was written there, and must end
+    /// where the server goes on.
+    fn append_stored(&self, journal: &mut Journal, stream: &StoredStream) -> Result<(), CaptureError> {
+        let failed = |what: &dyn std::fmt::Display| CaptureError::File(format!("{}: {what}", stream.path.display()));
+        let mut input = File::open(&stream.path).map_err(|error| failed(&error))?;
+        let mut piece = vec![0; PIECE];
+        loop {
+            self.stop.check()?;
+            match input.read(&mut piece) {
+                Ok(0) if journal.end_offset() == stream.end + 1 => return Ok(()),
+                Ok(0) => return Err(failed(&"it is not as long as it was")),
+                Ok(length) => journal.append(piece.get(..length).unwrap_or_default(), &self.plan.gauge)?,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(failed(&error)),
+            }
+        }
     }
 }
 
@@ -666,6 +693,8 @@ pub(crate) struct SnapshotFile {
     pub(super) bytes: u64,
     /// When it was taken.
     taken: Moment,
+    /// The beginning of the stream behind it.
+    stream: Option<StoredStream>,
 }
 
 impl SnapshotFile {
@@ -681,12 +710,36 @@ impl SnapshotFile {
                 path.display()
             )));
         };
-        Ok(SnapshotFile { path: path.to_owned(), replid, offset: rdb.offset, bytes: rdb.bytes, taken: rdb.taken })
+        Ok(SnapshotFile {
+            path: path.to_owned(),
+            replid,
+            offset: rdb.offset,
+            bytes: rdb.bytes,
+            taken: rdb.taken,
+            stream: None,
+        })
+    }
+
+    /// The same with the beginning of the stream behind it, in a file of its own.
+    pub(super) fn with_stream(self, stream: Option<StoredStream>) -> SnapshotFile {
+        SnapshotFile { stream, ..self }
+    }
+
+    /// The last byte of the stream that is in files.
+    fn end(&self) -> u64 {
+        self.stream.as_ref().map_or(self.offset, |stream| stream.end)
     }
 
     /// When it was taken.
     pub(crate) fn taken(&self) -> Moment {
         self.taken
+    }
+
+    /// The latest time before which nothing behind it was written, as far as the clocks of two hosts can say it.
+    fn taken_at(&self, now: Instant, moment: Moment) -> Instant {
+        let age =
+            moment.get().checked_sub(self.taken.get()).map(|seconds| Duration::from_secs(seconds) + CLOCKS_DIFFER);
+        age.and_then(|age| now.checked_sub(age)).unwrap_or_else(|| long_ago(now))
     }
 
     /// Where it is, for people.
@@ -709,13 +762,13 @@ impl SnapshotFile {
     /// # Errors
     /// It would not.
     pub(crate) fn check(&self, facts: &Facts) -> Result<(), String> {
-        let covered = facts.covers(self.replid, self.offset, 0);
+        let covered = facts.covers(self.replid, self.end(), 0);
         covered.map_err(|text| {
             format!(
                 "the server would not continue behind {} ({}:{}): {text}; take a newer file, or raise repl-backlog-size",
                 self.path.display(),
                 self.replid,
-                self.offset
+                self.end()
             )
         })
     }
@@ -886,6 +939,23 @@ mod tests {
         assert_eq!(rig.snapshot_state(), (State::Sealed, Some(bytes.len() as u64)));
         assert_eq!(gauge.retired_slots(), 4);
         assert_eq!(rig.reported()[1], format!("completed with {} bytes", bytes.len()));
+    }
+
+    #[test]
+    fn what_is_behind_a_file_is_as_old_as_the_file_may_be() {
+        let now = Instant::now();
+        let file = |taken| SnapshotFile {
+            path: PathBuf::new(),
+            replid: super::super::scripted::history(),
+            offset: 7,
+            bytes: 1,
+            taken: Moment::seconds(taken),
+            stream: None,
+        };
+        let age = |taken| now.duration_since(file(taken).taken_at(now, Moment::seconds(10_000)));
+        assert_eq!(age(9_990), Duration::from_secs(70));
+        // A file of the future says nothing.
+        assert_eq!(age(10_001), now.duration_since(long_ago(now)));
     }
 
     #[test]

@@ -61,9 +61,9 @@ pub(crate) fn candidate(found: &Found, is_shared: bool, tried: &Tried) -> Candid
         Ok(head) if is_shared && head.version >= OWN_FORMATS => {
             Known::Unusable("readers wait that do not know its format".to_owned())
         }
-        Ok(StoredHead { history, offset, taken, .. }) => {
+        Ok(StoredHead { history, offset, reaches, taken, .. }) => {
             let age = Duration::from_secs(Moment::now().get().saturating_sub(taken.get()));
-            Known::There(Data { history: *history, offset: *offset, age })
+            Known::There(Data { history: *history, offset: *offset, reaches: *reaches, age })
         }
     };
     Candidate { kind: found.kind, place: found.place.clone(), known }
@@ -120,9 +120,10 @@ impl Capture {
                     tracing::info!(
                         age = %readable(candidate.age()),
                         behind = %Size::bytes(serves.behind),
-                        "the snapshot comes from {}, and the stream behind it from the server", found.place
+                        "the snapshot comes from {}, and the stream behind it from {}", found.place,
+                        if serves.with_commands { "there and the server" } else { "the server" }
                     );
-                    self.take_stored(found, candidate)
+                    self.take_stored(found, candidate, serves.with_commands)
                 }
                 (BaseKind::Sweep, _) => self.swept(),
                 _ => return from_the_server(),
@@ -154,8 +155,8 @@ impl Capture {
         })
     }
 
-    /// Takes the snapshot from what is stored.
-    fn take_stored(&self, found: &Found, candidate: &Candidate) -> Result<Following, ModuleError> {
+    /// Takes the snapshot from what is stored, and the first of the stream behind it too if `with_commands`.
+    fn take_stored(&self, found: &Found, candidate: &Candidate, with_commands: bool) -> Result<Following, ModuleError> {
         let (Some(stored), Ok(head)) = (&self.plan.stored, &found.head) else { return Err(before("it is gone")) };
         let tried = |error: CaptureError| match error {
             CaptureError::File(_) | CaptureError::HistoryGone | CaptureError::HistoryChanged { .. } => {
@@ -164,14 +165,14 @@ impl Capture {
             }
             error => ModuleError::Final(error),
         };
-        let opened = self.beside_the_runtime(|| stored.open(found, &|| !self.stop.is_set()));
+        let opened = self.beside_the_runtime(|| stored.open(found, with_commands, &|| !self.stop.is_set()));
         // One that was stopped is no reason to try the next base.
         self.stop.check().map_err(ModuleError::Final)?;
-        let Opened { path, rdb, keeps: _keeps } = opened.map_err(|failure| {
+        let Opened { path, rdb, stream, keeps: _keeps } = opened.map_err(|failure| {
             self.tried(found, head.offset);
             before(failure)
         })?;
-        let file = SnapshotFile::of(&path, &rdb).map_err(before)?;
+        let file = SnapshotFile::of(&path, &rdb).map_err(before)?.with_stream(stream);
         if (file.history(), file.offset()) != (head.history, head.offset) {
             return Err(before("it is another one than a moment ago"));
         }

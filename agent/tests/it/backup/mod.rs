@@ -16,7 +16,9 @@ use bucket::{Store, of_base};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::kit::{LONG, Scene, Stage, ends, fill, number, primary, quick, says, steady_writer, strs};
+use crate::kit::{
+    LONG, Scene, Stage, ends, fill, number, primary, quick, says, steady_writer, strs, write_past_the_backlog,
+};
 use remora_lab::contents::{Contents, differences};
 use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
@@ -711,6 +713,51 @@ fn a_source_makes_its_snapshot_of_an_encrypted_backup_if_it_can_open_it() {
         assert_eq!(number(primary, "total_forks"), before, "{kind}: {}", primary.log());
         backup.signal(Signal::TERM).unwrap();
         ends(&mut backup, 0);
+    }
+}
+
+/// The backlog of the primary begins behind the snapshot of the backup: the recorded commands are between them, with
+/// every byte of the stream.
+#[test]
+#[ignore = "long: make test-all"]
+fn the_commands_of_a_backup_are_the_stream_that_the_primary_no_longer_has() {
+    let places = [None, Some(false), Some(true)];
+    for (kind, place_of) in require::kinds().into_iter().flat_map(|kind| places.map(|place| (kind, place))) {
+        let server = quick(kind).config("repl-backlog-size", "16kb").start().unwrap();
+        fill(&server, 1, 1);
+        fill_every_type(&mut server.client().unwrap(), 1).unwrap();
+        let place = Place::new(Scene::new(server, &[]), place_of == Some(true));
+        let primary = &place.scene.primary;
+        let recording = ["--journal", "--segment-every", "1s", "--file-size", "1MiB"];
+        let mut backup = match place_of {
+            Some(_) => place.backup(&recording),
+            None => place.scene.start("backup", &place.url(), &["--journal", "--file-size", "1MiB"]),
+        };
+        backup.wait_for_line("the commands since are recorded", LONG).unwrap();
+        primary.client().unwrap().call(&["PUBLISH", "news", &"x".repeat(5_000)]).unwrap();
+        write_past_the_backlog(primary);
+        place.scene.wait_until_recorded();
+        backup.signal(Signal::TERM).unwrap();
+        ends(&mut backup, 0);
+        place.scene.set(1, "behind the commands");
+        let before = [number(primary, "total_forks"), number(primary, "sync_full")];
+        let (at, spool) = (place.url(), place.scene.stage.path("base-spool"));
+        fs::create_dir_all(&spool).unwrap();
+        let store = of_base(&place.options);
+        let options = ["--base", &at, "--base-spool", &spool, "--base-identity", &place.keys.identity];
+        let options = [&strs(&store), &options[..], &["--no-fork", "--repeat-messages", "1h"]].concat();
+        let source = place.scene.stage.source(&primary.url(), &options);
+        let told = source.wait_for_status("a backup", |status| status["base"]["kind"] == "backup")["base"].clone();
+        assert!(told["stream_bytes"].as_u64() > Some(1 << 20), "{kind}: {told}");
+        let joiners = [0, 1].map(|_| quick(kind).start().unwrap());
+        for joiner in &joiners {
+            source.replicate(joiner, &[]);
+            assert_same_data(primary, joiner);
+        }
+        says(&source.agent.output(), &["the stream behind it from there and the server"]);
+        let after = [number(primary, "total_forks"), number(primary, "sync_full")];
+        assert_eq!(after, before, "{kind}, {place_of:?}: {}", primary.log());
+        assert_eq!(fs::read_dir(&spool).unwrap().count(), 0, "nothing is left there");
     }
 }
 
