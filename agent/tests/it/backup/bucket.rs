@@ -633,6 +633,7 @@ fn joiner(kind: Kind, source: &Source) -> Server {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_file_that_a_replicas_server_has_saved_is_the_base_and_nothing_forks() {
     at_once(require::kinds(), |kind| {
         let (replica, server) = two(kind);
@@ -740,6 +741,7 @@ fn of_what_serves_the_newest_is_taken_and_the_server_forks_where_nothing_does() 
 
 /// A standby whose first source dies before it has a snapshot takes the next base, and the primary never forks.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_standby_without_a_copy_goes_on_with_the_next_base() {
     at_once(require::kinds(), |kind| {
         let (replica, server) = two(kind);

@@ -124,6 +124,7 @@ fn replicas_are_made_of_both_primaries_while_slots_move_between_them() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn no_snapshot_is_used_that_was_taken_while_the_server_imported_slots() {
     let Some(kind) = require::valkey() else { return };
     at_once([(false, false), (false, true), (true, false)], |(module, begins_after_the_request)| {

@@ -169,6 +169,7 @@ fn a_source_that_is_not_there_is_passed_over_by_replica_and_fetch() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_source_of_another_data_set_is_not_gone_to() {
     for kind in require::kinds() {
         let stage = Stage::new();

@@ -131,6 +131,7 @@ fn strangers_at_the_link_get_nothing_of_a_load_and_do_not_break_it() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn strangers_at_the_link_of_a_server_that_is_fed_change_nothing() {
     for kind in require::kinds() {
         let guarded = Guarded::new(kind, 500);

@@ -562,6 +562,7 @@ fn a_killed_source_is_reported_and_its_successor_is_read_from_the_beginning() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_primary_killed_while_it_makes_the_snapshot_is_asked_again_when_it_is_back() {
     for kind in require::kinds() {
         let mut primary = Server::builder(kind).config("repl-diskless-sync-delay", 0).start().unwrap();
@@ -1038,6 +1039,7 @@ fn an_agent_that_migrate_has_started_has_a_guard_too() {
 
 /// The kernel closes the files of a killed agent one by one: its pipe to the guard may end well before its lock does.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_guard_waits_for_the_lock_of_the_agent_that_was_killed() {
     for kind in require::kinds() {
         // A guard that is quicker than this test finds no lock, and nothing is shown then.

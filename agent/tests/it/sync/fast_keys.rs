@@ -310,6 +310,7 @@ fn remora_module_layout(layouts: &Path, more: &[&str]) -> Output {
 
 /// A whole sync with two servers of a build that is in no list: both ends find the layout that the command has kept.
 #[test]
+#[ignore = "long: make test-all"]
 fn servers_whose_layout_was_found_are_copied_exactly() {
     for kind in require::kinds() {
         let folder = tempfile::tempdir().unwrap();
@@ -352,6 +353,7 @@ fn servers_whose_layout_was_found_are_copied_exactly() {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_layout_of_what_is_no_server_or_of_an_unknown_version_is_refused_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let refused = |more: &[&str], code: i32, why: &str| {

@@ -318,6 +318,7 @@ fn a_sync_whose_right_source_does_not_come_back_fails_by_its_name_and_the_server
 
 /// `--expect-primary` is for every conversation: the address that a later source names counts as that of the first.
 #[test]
+#[ignore = "long: make test-all"]
 fn a_later_source_that_names_an_unexpected_primary_is_refused_though_its_history_is_right() {
     let Some(kind) = require::redis() else { return };
     let (stage, right) = (Stage::new(), slow(kind));

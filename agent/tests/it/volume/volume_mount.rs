@@ -887,6 +887,7 @@ fn inodes(directory: &Directory) -> u64 {
 }
 
 #[test]
+#[ignore = "long: make test-all"]
 fn a_process_that_is_killed_while_the_volume_waits_for_servers_ends_and_its_directory_is_free() {
     let (Some(()), Some(())) = (require::root(), require::fuse()) else { return };
     for ways in [&[][..], &["--no-ring"]] {
