@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use base64::Engine;
@@ -485,24 +486,26 @@ fn unwritable(error: io::Error) -> Failure {
     Failure::local(format!("the stream of a backup cannot be written to the folder for it: {error}"))
 }
 
-/// The bytes at the end of a file in which its last mark is looked for: with a mark for each second, as much as a
-/// second brings in most cases.
-const TAIL_BYTES: u64 = 8 << 20;
+/// The bytes at the end of a file in which its last mark is looked for: what a second brings in most cases.
+const TAIL_BYTES: u64 = 1 << 20;
 
-/// How far a file of commands reaches by its last mark, without a look at the rest of it; `None` if no mark is near its
-/// end.
+/// How far a file of commands reaches at least, by the last mark near its end, else by the one in its head; `None` if it
+/// has neither, or cannot be read. A line of a value that looks like a mark costs an attempt to use the file.
 pub(crate) fn reaches(path: &Path) -> Option<u64> {
     let mut file = open_to_read(path).ok()?;
+    let mark_of = |line: &[u8]| Mark::parse(line.strip_suffix(b"\r")?);
     let from = file.metadata().ok()?.len().saturating_sub(TAIL_BYTES);
     file.seek(io::SeekFrom::Start(from)).ok()?;
     let mut tail = Vec::new();
-    file.take(TAIL_BYTES).read_to_end(&mut tail).ok()?;
-    let mark_of = |line: &[u8]| Mark::parse(line.strip_suffix(b"\r")?);
-    // What has no end yet is not read. A line of a value that looks like a mark costs an attempt to use the file.
+    (&mut file).take(TAIL_BYTES).read_to_end(&mut tail).ok()?;
+    // What has no end yet is not read.
     let mut lines = tail.split(|byte| *byte == b'\n').rev().skip(1);
-    let last = lines.find_map(|line| mark_of(line).filter(|mark| mark.sum.is_some()));
-    let of_the_head = || tail.get(..HEAD_BYTES).filter(|_| from == 0)?.split(|byte| *byte == b'\n').find_map(mark_of);
-    last.or_else(of_the_head).map(|mark| mark.offset)
+    if let Some(mark) = lines.find_map(|line| mark_of(line).filter(|mark| mark.sum.is_some())) {
+        return Some(mark.offset);
+    }
+    let mut head = [0; HEAD_BYTES];
+    file.read_exact_at(&mut head, 0).ok()?;
+    head.split(|byte| *byte == b'\n').find_map(mark_of).map(|mark| mark.offset)
 }
 
 // Head: the beginning of a file of commands, always of the same length: each file is loaded by itself, from database 0
@@ -622,6 +625,19 @@ mod tests {
         ] {
             assert_eq!(Mark::parse(other), None, "{other:?}");
         }
+    }
+
+    #[test]
+    fn how_far_a_file_reaches_is_known_by_its_end_or_else_by_its_head() {
+        let mut bytes = head(3, 70);
+        assert_eq!(reaches(file(&bytes).path()), Some(70));
+        Mark::behind(90, 1).write(&mut bytes);
+        bytes.extend_from_slice(b"#REMORA:99:000000000000000");
+        assert_eq!(reaches(file(&bytes).path()), Some(90), "what has no end is no mark");
+        bytes.resize(bytes.len() + TAIL_BYTES as usize, b'x');
+        assert_eq!(reaches(file(&bytes).path()), Some(70));
+        assert_eq!(reaches(file(b"SET a 1").path()), None);
+        assert_eq!(reaches(Path::new("/dev/zero")), None);
     }
 
     #[test]

@@ -117,6 +117,7 @@ fn held(source: &Source, now: Instant) -> Option<Candidate> {
     let known = match snapshot.origin() {
         _ if source.tables.is_windowed_for(&source.facts) => Known::Unusable("its slots are reused".to_owned()),
         None => Known::New,
+        Some(_) if let Some(why) = source.machine.why_late(now) => Known::Unusable(why.to_owned()),
         Some(origin) => {
             let age = now.saturating_duration_since(snapshot.taken());
             Known::There(Data { history: origin.history, offset: origin.offset, reaches: origin.offset, age })

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use remora_base::mutation::Mutation;
 use remora_redis::commands::Late;
 
-use super::{RETURN_LIMIT, Reading, Replica, Resume, Rules};
+use super::{Machine, RETURN_LIMIT, Reading, Replica, Resume, Rules};
 
 /// The most replicas whose join is remembered after their connection broke.
 const REMEMBERED_MAX: usize = 1024;
@@ -66,11 +66,16 @@ impl Lost {
 /// Why the stream behind the current snapshot must not be applied by this replica: it has a command that arrived before
 /// the replica joined.
 pub(super) fn too_late(rules: &Rules, reading: &Reading, replica: &Replica) -> Option<Late> {
+    too_late_since(rules, reading, replica.since)
+}
+
+/// The same for one that joined at this time.
+fn too_late_since(rules: &Rules, reading: &Reading, joined: Instant) -> Option<Late> {
     if Mutation::LateCommandsServed.is_active() {
         return None;
     }
     let before = |first: Option<Instant>, grace| {
-        first.and_then(|first| first.checked_add(grace)).is_some_and(|until| until < replica.since)
+        first.and_then(|first| first.checked_add(grace)).is_some_and(|until| until < joined)
     };
     if before(reading.first_state, Duration::ZERO) {
         Some(Late::State)
@@ -78,6 +83,16 @@ pub(super) fn too_late(rules: &Rules, reading: &Reading, replica: &Replica) -> O
         Some(Late::Message)
     } else {
         None
+    }
+}
+
+impl Machine {
+    /// Why one that joins now gets another snapshot than the present one, as the end of a sentence.
+    pub(crate) fn why_late(&self, now: Instant) -> Option<&'static str> {
+        Some(match too_late_since(&self.rules, &self.reading, now)? {
+            Late::State => "the stream behind it has commands that must not be applied late",
+            Late::Message => "the stream behind it has messages to subscribers (--repeat-messages)",
+        })
     }
 }
 
@@ -102,7 +117,7 @@ mod tests {
 
     use remora_redis::ReplId;
 
-    use super::super::{Action, Event, Format, Machine, Session};
+    use super::super::{Action, Event, Format, Session};
     use super::*;
     use crate::capture::CaptureEvent;
     use remora_base::pace::Backoff;
@@ -187,6 +202,7 @@ mod tests {
             for session in [1, 2] {
                 bench.apply(Event::Gone { session, done: true });
             }
+            assert!(bench.machine.why_late(bench.now).is_some());
             let actions = bench.join(3, None);
             assert!(!is_offered(&actions, 3) && bench.asks_again(&actions), "{actions:?}");
             bench.reading = Reading { first_state: None, first_message: None, ..bench.reading };
@@ -202,6 +218,7 @@ mod tests {
         bench.apply(Event::Gone { session: 1, done: true });
         bench.reading.first_message = Some(bench.now);
         bench.now += SECOND * 60;
+        assert_eq!(bench.machine.why_late(bench.now), None);
         assert!(is_offered(&bench.join(2, None), 2));
         bench.apply(Event::Gone { session: 2, done: true });
         bench.reading.first_state = Some(bench.now);

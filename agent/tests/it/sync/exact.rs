@@ -521,6 +521,9 @@ fn a_message_is_not_repeated_to_a_replica_that_joins_after_it() {
             let mut client = primary.client().unwrap();
             run(&mut client, &["MULTI", "PUBLISH channel old", "SET a 1", "EXEC", "SPUBLISH channel old"]);
             reached(&source, &primary);
+            let base = if wanted == "new" { "fork" } else { "snapshot" };
+            let told = source.wait_for_status("the base of the next replica", |status| status["base"]["kind"] == base);
+            assert_eq!(told["base"]["passed_over"].as_str().unwrap().contains("messages"), wanted == "new", "{told}");
             let late = Server::start(kind).unwrap();
             let mut subscriber = late.client().unwrap();
             for command in [["SUBSCRIBE", "channel"], ["SSUBSCRIBE", "channel"]] {
