@@ -378,6 +378,7 @@ impl Tables {
         }
         let (generation, offset) = (offer.generation, offer.offset);
         let transport = transport.name();
+        let why = (!why.is_empty()).then_some(why);
         tracing::info!(event = events::SOURCE_READ, transport, why, %protection, generation, offset, "reading the source's tables");
     }
 }

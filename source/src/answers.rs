@@ -111,6 +111,18 @@ pub(crate) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> 
     Relays { serves_at, ..relays }
 }
 
+/// What a reader is called: as it says. If it says only a port, it is a server on the host from which it connected. If
+/// it says nothing, it has no name but that of its connection.
+pub(crate) fn name_of(said: String, seen: std::net::SocketAddr) -> String {
+    if said.is_empty() {
+        return seen.to_string();
+    }
+    match said.strip_prefix(':').and_then(|port| port.parse().ok()) {
+        Some(port) => std::net::SocketAddr::new(seen.ip(), port).to_string(),
+        None => said,
+    }
+}
+
 /// The history that a replica has executed, as far as this source has given it any.
 pub fn known_history(history: Option<ReplId>) -> Result<ReplId, String> {
     history.ok_or_else(|| "this source has given the replica no snapshot and no stream".to_owned())
@@ -217,6 +229,17 @@ mod tests {
     fn answer(facts: &Facts, history: Option<ReplId>, offset: u64) -> (bool, String) {
         let answer = known_history(history).and_then(|history| facts.covers(history, offset, 0));
         (answer.is_ok(), answer.err().unwrap_or_default())
+    }
+
+    #[test]
+    fn a_reader_is_called_as_it_says_or_by_the_port_of_its_server() {
+        let name = |said: &str, seen: &str| name_of(said.to_owned(), seen.parse().unwrap());
+        assert_eq!(name(":7002", "10.0.0.7:40001"), "10.0.0.7:7002");
+        assert_eq!(name(":7002", "[fd00::1]:40001"), "[fd00::1]:7002");
+        assert_eq!(name("", "10.0.0.7:40001"), "10.0.0.7:40001");
+        for other in ["orders", "db1:6379", ":", ":70000", ":-1"] {
+            assert_eq!(name(other, "10.0.0.7:40001"), other);
+        }
     }
 
     #[test]

@@ -82,7 +82,7 @@ use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
 
 use self::ahead::Ahead;
-use self::answers::{as_others_reach_it, format_for};
+use self::answers::{as_others_reach_it, format_for, name_of};
 use self::capture::CaptureEvent;
 use self::captured::Captured;
 use self::captures::{Methods, Threads};
@@ -173,7 +173,7 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
         event = events::SOURCE_READY,
         listening = %listener.address(),
         server = %server.url(),
-        facts = %facts.name(),
+        version = %facts.name(),
         memory = %options.tables.memory,
         security = security.text(listener.address().ip()),
         "source ready; it takes a snapshot {}",
@@ -416,7 +416,7 @@ impl Source {
             Message::Join(join) => {
                 peer.relays = join.relays.map(|relays| as_others_reach_it(relays, peer.address));
                 let address = peer.address.to_string();
-                let name = if join.name.is_empty() { address.clone() } else { join.name };
+                let name = name_of(join.name, peer.address);
                 tracing::info!(
                     event = events::REPLICA_JOINED,
                     replica = %name,
@@ -463,7 +463,8 @@ impl Source {
             Message::HandOffQuery { offset, .. } => return self.answer_hand_off(session, offset),
             Message::StatusQuery => return questions::send_status(self, session),
             Message::Leave { outcome, text } => {
-                tracing::info!(event = events::REPLICA_LEFT, session, ?outcome, %text, "replica left");
+                let replica = self.machine.status().replica(session).map(|replica| replica.name.as_str());
+                tracing::info!(event = events::REPLICA_LEFT, replica, ?outcome, %text, "replica left");
                 self.questions.is_in(session, Phase::Done);
                 let done = outcome == remora_protocol::Outcome::HandedOver;
                 if let Some(peer) = self.sessions.get_mut(&session) {

@@ -231,12 +231,11 @@ fn describe(generation: &GenerationStatus, saving: Option<Saving>, text: &mut St
         generation.offset_start,
         if generation.windowed { ", windowed: no late joiners" } else { "" }
     ));
-    text.push_str(&format!(
-        "stream     from {} to {} ({} held)\n",
-        generation.journal_first,
-        generation.offset_now,
-        Size::bytes(view::held(generation))
-    ));
+    let (first, last) = (generation.journal_first, generation.offset_now);
+    text.push_str(&match view::held(generation) {
+        0 => format!("stream     nothing behind offset {last} yet\n"),
+        held => format!("stream     from {first} to {last} ({} held)\n", Size::bytes(held)),
+    });
     text.push_str(&format!("memory     {}\n", view::in_use(generation)));
 }
 

@@ -109,6 +109,8 @@ struct FromServer {
 struct Facts {
     /// The server's address.
     server: String,
+    /// What it is called at the source.
+    name: String,
     /// Kind and version of the server.
     kind: String,
     /// The primary's address.
@@ -410,9 +412,9 @@ impl Driver {
 
     fn connect_source(&mut self) {
         let (options, credentials, tell) = (self.options.clone(), self.credentials.clone(), self.connecting.0.clone());
-        let (data_set, kind) = (self.facts.data_set.clone(), self.facts.kind.clone());
+        let (data_set, kind, name) = (self.facts.data_set.clone(), self.facts.kind.clone(), self.facts.name.clone());
         let task = tokio::spawn(async move {
-            let connected = data_set.connect(&options.read, &credentials, options.name.as_deref(), &kind).await;
+            let connected = data_set.connect(&options.read, &credentials, Some(&name), &kind).await;
             let _ = tell.send(Connected::Source(connected));
         });
         self.calling = Some(AbortOnDrop::new(&task));
@@ -430,13 +432,7 @@ impl Driver {
         } else if progress.copy.is_some() {
             held = held.max(self.meter.slots_held.get());
         }
-        self.send(join_again(
-            self.options.name.as_deref(),
-            &self.facts.kind,
-            &progress,
-            held,
-            self.relay.introduction(),
-        ));
+        self.send(join_again(Some(&self.facts.name), &self.facts.kind, &progress, held, self.relay.introduction()));
     }
 
     fn connect_tables(&self, attempt: u64, offer: Box<Offer>) {

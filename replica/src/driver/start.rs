@@ -27,12 +27,13 @@ use remora_delivery as delivery;
 use remora_delivery::conversion::Conversion;
 use remora_delivery::link::candidates::{Candidates, LinkLogin, Locality, Newcomer};
 use remora_process::exit::Failure;
+use remora_protocol::MAX_NAME_BYTES;
 use remora_reader::data_set::DataSet;
 use remora_reader::meter::Meter;
 use remora_reader::relay::Relay;
 use remora_reader::source::{Session, Sinks, Source};
 use remora_reader::spool::Spool;
-use remora_server::{CONVERTED, PinSizes};
+use remora_server::{CONVERTED, HostPort, PinSizes, ServerUrl};
 
 /// The start of a sync.
 pub(crate) struct Setup {
@@ -98,8 +99,10 @@ impl Facts {
         spool: Option<&Spool>,
         data_set: DataSet,
     ) -> Facts {
+        let url = control.server().url();
         Facts {
-            server: control.server().url().to_string(),
+            server: url.to_string(),
+            name: default_name(url),
             kind: server.name(),
             primary: format!("{}:{}", primary.0, primary.1),
             finding: None,
@@ -107,6 +110,18 @@ impl Facts {
             data_set,
             spooled: spool.map(|spool| (spool.snapshot(), spool.held_below())),
         }
+    }
+}
+
+/// What a server is called at the source if the operator gives it no name: its address, which stays the same when the
+/// agent connects again. A source puts the agent's host before a port without one.
+fn default_name(url: &ServerUrl) -> String {
+    match url.host_and_port() {
+        Some((host, port)) if !url.is_local_only() && host.len() + ":65535".len() <= MAX_NAME_BYTES => {
+            HostPort { host: host.to_owned(), port }.to_string()
+        }
+        Some((_, port)) => format!(":{port}"),
+        None => String::new(),
     }
 }
 
@@ -179,6 +194,7 @@ impl Driver {
     ) -> Result<Driver, Failure> {
         let Ways { options, tokens, source, candidates, arrivals, lingers, facts, run_id, coverage, spool, conversion } =
             ways;
+        let facts = Facts { name: options.name.clone().unwrap_or(facts.name), ..facts };
         let no_handler = |error| Failure::local(format!("signals can't be caught: {error}"));
         let signals = (
             signal(SignalKind::interrupt()).map_err(no_handler)?,
@@ -248,5 +264,27 @@ impl Driver {
             published: Ok(()),
             options,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn a_server_is_called_by_its_address_which_only_a_source_knows_of_a_loopback_one() {
+        for (url, name) in [
+            ("redis://10.0.0.7:7002", "10.0.0.7:7002"),
+            ("rediss://[fd00::1]:7002/3", "[fd00::1]:7002"),
+            ("redis://127.0.0.1:7002", ":7002"),
+            ("redis://localhost", ":6379"),
+            ("unix:///run/redis.sock", ""),
+        ] {
+            assert_eq!(default_name(&url.parse().unwrap()), name, "{url}");
+        }
+        let long = format!("redis://{}:7002", "h".repeat(MAX_NAME_BYTES));
+        assert_eq!(default_name(&long.parse().unwrap()), ":7002");
     }
 }
