@@ -23,6 +23,9 @@ setup:
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 RELEASE := $(CARGO) build --release --locked --target-dir $(TARGET) -p remora-agent -p remora-module
 
+# What a demonstration needs: neither backups in buckets nor encrypted ones, which are a third of all crates.
+DEMO := $(CARGO) build --profile demo --locked --target-dir $(TARGET) --no-default-features -p remora-agent -p remora-module -p xtask
+
 ## build: the command, target/release/remora, and the module for servers beside it
 .PHONY: build
 build:
@@ -32,14 +35,14 @@ build:
 .PHONY: demo
 demo:
 	@dev/lab/setup/setup --demo
-	$(CARGO) build --profile demo --locked --target-dir $(TARGET) -p remora-agent -p remora-module -p xtask
+	$(DEMO)
 	CARGO=$(CARGO) $(TARGET)/demo/xtask demo $(ARGS)
 
 ## demo-migrate: a server with clients becomes one of the other family, and goes back; ARGS="--size 1GiB --rate 5000"
 .PHONY: demo-migrate
 demo-migrate:
 	@dev/lab/setup/setup --demo
-	$(CARGO) build --profile demo --locked --target-dir $(TARGET) -p remora-agent -p remora-module -p xtask
+	$(DEMO)
 	CARGO=$(CARGO) $(TARGET)/demo/xtask demo-migrate $(ARGS)
 
 ## demo-rdma: an exact replica over RDMA, in a virtual machine with two Soft-RoCE devices

@@ -489,8 +489,8 @@ fn unwritable(error: io::Error) -> Failure {
 /// The bytes at the end of a file in which its last mark is looked for: what a second brings in most cases.
 const TAIL_BYTES: u64 = 1 << 20;
 
-/// How far a file of commands reaches at least, by the last mark near its end, else by the one in its head; `None` if it
-/// has neither, or cannot be read. A line of a value that looks like a mark costs an attempt to use the file.
+/// How far a file of commands reaches at least, by the last mark near its end, else by the one in its head; `None` if
+/// it has neither, or cannot be read. A line of a value that looks like a mark costs an attempt to use the file.
 pub(crate) fn reaches(path: &Path) -> Option<u64> {
     let mut file = open_to_read(path).ok()?;
     let mark_of = |line: &[u8]| Mark::parse(line.strip_suffix(b"\r")?);
