@@ -12,12 +12,12 @@ use remora_base::files::{self, Placing};
 use remora_metrics::{Agent, Scrapes, Watch};
 
 use crate::args::{BackupArgs, FetchArgs, RestoreArgs, SnapshotAction, SnapshotArgs};
-use crate::cluster::nodes_conf;
+use crate::cluster::survey;
 use crate::exit::{Code, Failure};
-use crate::patience::{Patience, RETRY_FOR};
+use crate::exit::{Patience, RETRY_FOR};
 use crate::progress;
 use crate::server::{Configuration, local, read_configuration};
-use crate::tasks::blocking;
+use remora_process::blocking;
 
 /// What `--to` says for standard output.
 const STDOUT: &str = "-";
@@ -52,7 +52,7 @@ async fn fetched(args: FetchArgs, scrapes: &mut Scrapes) -> Result<(), Failure> 
     }
     let (to, nodes) = (args.to.clone(), args.write_nodes_conf.clone());
     let looked = blocking(move || {
-        nodes.as_deref().map_or(Ok(()), nodes_conf::refuse_one_in_use)?;
+        nodes.as_deref().map_or(Ok(()), survey::refuse_one_in_use)?;
         Ok(to.parent().and_then(local::process_in))
     });
     if let Some(process) = looked.await? {
@@ -94,23 +94,23 @@ async fn make_a_node(args: &FetchArgs, whole: &Whole, how: Placing) -> Result<()
     // The snapshot is there: what passes must not throw it away.
     let mut patience = Patience::new(args.from.read.retry_for, RETRY_FOR);
     let conf = loop {
-        match nodes_conf::make(&server, whole.origin().history, at).await {
+        match survey::make(&server, whole.origin().history, at).await {
             Ok(conf) => break conf,
             Err(failure) => tokio::time::sleep(patience.after(Instant::now(), failure)?).await,
         }
     };
     let to = file.clone();
     blocking(move || {
-        nodes_conf::refuse_one_in_use(&to)?;
+        survey::refuse_one_in_use(&to)?;
         write_nodes_conf(&to, &conf, how)
     })
     .await
 }
 
-fn write_nodes_conf(to: &Path, conf: &nodes_conf::NodesConf, how: Placing) -> Result<(), Failure> {
+fn write_nodes_conf(to: &Path, conf: &survey::NodesConf, how: Placing) -> Result<(), Failure> {
     match read_configuration(to) {
         // The node has been in the cluster before, and keeps its name there.
-        Ok(text) if nodes_conf::follows(&text, &conf.primary) => Ok(()),
+        Ok(text) if survey::follows(&text, &conf.primary) => Ok(()),
         Ok(_) if !how.replaces => Err(Failure::refused(format!(
             "{} is of a node that does not follow {}: remove it, or replace it by --replace",
             to.display(),
@@ -169,7 +169,7 @@ pub async fn backup(args: BackupArgs) -> Result<(), Failure> {
     let (watch, mut scrapes) =
         Watch::begin(Agent::Backup, args.metrics.metrics, args.metrics_file.metrics_file.as_deref()).await?;
     let outcome = match args.options() {
-        Ok(options) => remora_backup::backup::run(options, &mut scrapes).await,
+        Ok(options) => remora_backup::run(options, &mut scrapes).await,
         Err(failure) => Err(failure),
     };
     scrapes.leave(|_| {});

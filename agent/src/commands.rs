@@ -16,7 +16,7 @@ use crate::args::{self, Cli, Command, GlobalArgs, LogLevel};
 use crate::config::Words;
 use crate::exit::{Code, Failure};
 use crate::signals::{self, until_signal};
-use crate::{events, host_threads, progress};
+use crate::{events, host, progress};
 
 /// Runs the whole process: parses, runs, and reports how it ended.
 pub fn main() -> ExitCode {
@@ -94,7 +94,7 @@ fn raise_descriptor_limit() {
 }
 
 fn run(command: Command, global: &GlobalArgs) -> Result<(), Failure> {
-    host_threads::check()?;
+    host::check_threads()?;
     if !matches!(command, Command::Source(_)) {
         refuse_passed_descriptors()?;
     }
@@ -154,7 +154,7 @@ async fn dispatch(command: Command, global: &GlobalArgs) -> Result<(), Failure> 
         Command::Verify(args) => {
             until_signal(crate::tools::verify(args.options(), args.json), ": nothing was changed on the servers").await
         }
-        Command::Ready(args) => until_signal(crate::ready::run(args), "").await,
+        Command::Ready(args) => until_signal(crate::probe::run_ready(args), "").await,
         Command::Switch(args) => crate::switch::run(args).await,
         Command::Migrate(args) => crate::migrate::run(args, global).await,
         Command::Load(args) => until_signal(crate::load::run(args), ": the keys written so far are still there").await,

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use crate::args::{LoadArgs, ValueType};
 use crate::exit::{Code, Failure};
-use crate::patience::{Patience, RETRY_FOR};
+use crate::exit::{Patience, RETRY_FOR};
 use crate::progress::{self, Meter, Unit};
 use crate::server::{Client, Facts, Server, ServerError, Task};
 use crate::units::{Size, counted, readable};

@@ -17,7 +17,7 @@ use crate::progress;
 use crate::reader::source::{DEFAULT_MEMORY, Sinks};
 use crate::server::{Client, Facts, PinSizes, ServerError, Task};
 use crate::source::{Compress, Shares, Wanted, default_slot_size, expected, least_memory};
-use remora_replica::estimate::{BACKLOG_SECONDS, Course, Times};
+use remora_replica::prepared::{BACKLOG_SECONDS, Course, Times};
 
 use crate::units::{Size, counted, readable, rounded};
 

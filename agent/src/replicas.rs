@@ -6,9 +6,9 @@ use remora_replica::{attend as attending, control};
 
 use crate::args::{AttendArgs, InterceptAction, InterceptArgs, ReplicaArgs};
 use crate::exit::Failure;
-use crate::host_memory;
+use crate::host;
 use crate::progress;
-use crate::tasks::blocking;
+use remora_process::blocking;
 
 /// Runs `remora replica`, or its guard, as which the agent starts this command again.
 ///
@@ -20,7 +20,7 @@ pub async fn replica(args: ReplicaArgs) -> Result<(), Failure> {
         return control::run_guard(&args.server.login(), args.state_dir.as_deref()).await;
     }
     control::this_is_the_command();
-    host_memory::check("--memory", args.memory)?;
+    host::check_memory("--memory", args.memory)?;
     let (address, file) = (args.metrics.metrics, args.metrics_file.metrics_file.as_deref());
     let (watch, mut scrapes) = Watch::begin(Agent::Replica, address, file).await?;
     let outcome = match args.tokens().and_then(|tokens| Ok((args.options()?, tokens))) {
@@ -35,7 +35,7 @@ pub async fn replica(args: ReplicaArgs) -> Result<(), Failure> {
 /// # Errors
 /// The server or the rules are not suitable, a port is taken, or a signal came in the middle of a sync.
 pub async fn attend(args: AttendArgs) -> Result<(), Failure> {
-    host_memory::check("--memory", args.memory)?;
+    host::check_memory("--memory", args.memory)?;
     let (_watch, scrapes) = Watch::begin(Agent::Attend, args.metrics.metrics, None).await?;
     let tokens = args.tokens()?;
     attending::run(args.options()?, tokens, scrapes).await

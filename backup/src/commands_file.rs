@@ -13,7 +13,7 @@ use remora_redis::rdb::crc64;
 use remora_redis::resp;
 
 use remora_base::files::open_to_read;
-use remora_base::moment::Moment;
+use remora_base::units::Moment;
 use remora_process::checked_json::Checksum;
 use remora_process::exit::Failure;
 

@@ -19,18 +19,18 @@ use remora_redis::rdb::crc64;
 use remora_table::{Origin, Slot};
 use serde::Serialize;
 
-use crate::arrival::{Keeper, Reached, Stage, Target};
 use crate::mount::{Found, Kept, Shelf};
 use crate::options::{FetchOptions, ReplicaOf};
 use crate::receiving::{Arrived, Reception, end, outcome};
+use crate::receiving::{Keeper, Reached, Stage, Target};
 use remora_base::files::{self, Claim, Folder, Placing};
 use remora_base::units::{Size, readable};
 use remora_metrics::{Families, Scrape, Scrapes, register as all};
+use remora_process::blocking;
 use remora_process::exit::{Code, Failure};
-use remora_process::patience::{Patience, RETRY_FOR};
+use remora_process::exit::{Patience, RETRY_FOR};
 use remora_process::progress;
 use remora_process::signals::Signals;
-use remora_process::tasks::blocking;
 use remora_reader::spool::{Held, SnapshotId, Spool};
 
 /// A fetch that is under way, and the signals that stop it.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::options::Pass;
 use remora_base::files::{self, PRIVATE};
-use remora_base::moment::Moment;
+use remora_base::units::Moment;
 use remora_process::checked_json::{self, Checksum};
 use remora_process::exit::{Code, Failure};
 use remora_process::rdb_file::RdbFile;

@@ -17,13 +17,13 @@ use remora_fuse::request::{GetAttributes, Lookup, Open, Read, ReadDirectory};
 use remora_fuse::{Answer, Errno, FileSystem, Later, ROOT, Session, SessionOptions, StartError};
 use remora_table::{Origin, Slot};
 
-use crate::arrival::{Keeper, Reached, Stage, Target};
 use crate::options::MountOptions;
+use crate::receiving::{Keeper, Reached, Stage, Target};
 use crate::receiving::{Reception, end, outcome};
+use remora_process::blocking;
 use remora_process::events;
 use remora_process::exit::Failure;
 use remora_process::signals::Signals;
-use remora_process::tasks::blocking;
 use remora_reader::spool::{Held, SnapshotId};
 
 /// What the mounts are called.

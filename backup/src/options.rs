@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use remora_base::files::{PRIVATE, Placing};
-use remora_base::moment::Moment;
+use remora_base::units::Moment;
 use remora_base::units::Size;
 use remora_conversation::SourceKey;
 use remora_conversation::tokens::{Credentials, TokenFiles};

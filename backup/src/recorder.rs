@@ -21,7 +21,7 @@ use remora_redis::rdb::crc64;
 use remora_redis::resp;
 
 use crate::commands_file::{ADDED, AofFile, AsideNote, HEAD_BYTES, Mark, NOTE_END};
-use remora_base::moment::Moment;
+use remora_base::units::Moment;
 use remora_process::exit::Failure;
 
 /// Bytes that wait for the file at most, besides the last chunk.

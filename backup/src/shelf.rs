@@ -184,7 +184,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use remora_base::moment::Moment;
+    use remora_base::units::Moment;
     use remora_process::rdb_file::RdbFile;
 
     fn manifest(kind: Kind, taken: u64, replid: char) -> Manifest {

@@ -1,10 +1,10 @@
 //! What Remora's programs stand on, and what knows no server, no agent and no command line.
 //!
 //! - [`units`]: sizes, times and rates as text, as options take them and messages show them. [`Size`](units::Size).
-//! - [`moment`]: a second of the calendar, in texts and in names that sort by time.
+//!   [`Moment`](units::Moment): a second of the calendar, in texts and in names that sort by time.
 //! - [`files`]: folders that other users cannot change, and files that are never seen in halves.
-//! - [`pace`]: [`Backoff`], the pauses between attempts, and [`Growth`], how fast an offset grows.
-//! - [`random`]: numbers that follow from a seed.
+//! - [`pace`]: [`Backoff`], the pauses between attempts, and [`Growth`], how fast an offset grows; numbers that follow
+//!   from a seed.
 //! - [`AbortOnDrop`]: a task that ends with its owner.
 //! - [`x509`]: what a sentence says about a certificate, and fingerprints.
 //! - [`mutation`]: faults that tests put back, to see that they are found.
@@ -15,13 +15,30 @@
 #![forbid(unsafe_code)]
 
 pub mod files;
-pub mod moment;
 pub mod mutation;
 pub mod pace;
-pub mod random;
-mod tasks;
 pub mod units;
 pub mod x509;
 
+use tokio::task::{AbortHandle, JoinHandle};
+
 pub use self::pace::{Backoff, Growth};
-pub use self::tasks::AbortOnDrop;
+
+// Tasks that end with their owner.
+
+/// Aborts its task when it is dropped.
+#[derive(Debug)]
+pub struct AbortOnDrop(AbortHandle);
+
+impl AbortOnDrop {
+    /// Ties this task to the value that is returned. The handle stays with the caller.
+    pub fn new<T>(task: &JoinHandle<T>) -> AbortOnDrop {
+        AbortOnDrop(task.abort_handle())
+    }
+}
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}

@@ -17,7 +17,7 @@
 //! [`remora_protocol::Progress`] proves that.
 //!
 //! - Start with [`connect`] and [`Endpoint`]. [`listener`] tells control connections from data lanes on one port.
-//! - [`security`]: what must protect a connection. [`tokens`] and [`certificates`]: the files by which an agent proves
+//! - [`security`]: what must protect a connection. [`tokens`] and its certificates: the files by which an agent proves
 //!   who it is, which are read again on a hangup.
 //! - [`error`]: why there is no conversation, for both ends.
 //! - [`transports`]: by which of them this host can offer or read memory, and why not by the others.
@@ -26,7 +26,6 @@
 // The docs of some files name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
 
-pub mod certificates;
 pub mod error;
 pub mod listener;
 mod post;
@@ -52,9 +51,9 @@ use tokio::net::{TcpStream, ToSocketAddrs};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::timeout;
 
-pub use self::certificates::Role;
 pub use self::error::{Error, Fault, Result, turn_away};
 use self::post::{Introduced, Post};
+pub use self::security::Role;
 pub use self::security::{Identity, Protection};
 pub use self::security::{Mode, Security, SourceKey};
 pub use self::tokens::Options;

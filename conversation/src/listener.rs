@@ -33,7 +33,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{AbortHandle, JoinHandle};
 
-use super::{Connection, Endpoint, Error, Receiver, Security, certificates, error};
+use super::{Connection, Endpoint, Error, Receiver, Security, error, security};
 use remora_process::events;
 use remora_process::exit::Failure;
 
@@ -323,7 +323,7 @@ enum Opening {
 
 /// What these first bytes say; `None` if more are needed.
 fn opening(bytes: &[u8]) -> Option<Opening> {
-    if bytes.first() == Some(&certificates::FIRST_BYTE) {
+    if bytes.first() == Some(&security::FIRST_BYTE) {
         return Some(Opening::Tls);
     }
     let length = bytes.len().min(LANE_MAGIC.len());
@@ -412,8 +412,8 @@ mod tests {
         assert_eq!(opening(&LANE_MAGIC), Some(Opening::Lane));
         assert_eq!((opening(&MAGIC[..1]), opening(&MAGIC[..2])), (None, Some(Opening::Plain)));
         assert_eq!(opening(b"GET / HT"), Some(Opening::Plain));
-        assert_eq!(opening(&[certificates::FIRST_BYTE]), Some(Opening::Tls));
-        assert!(![MAGIC[0], LANE_MAGIC[0]].contains(&certificates::FIRST_BYTE));
+        assert_eq!(opening(&[security::FIRST_BYTE]), Some(Opening::Tls));
+        assert!(![MAGIC[0], LANE_MAGIC[0]].contains(&security::FIRST_BYTE));
     }
 
     #[test]

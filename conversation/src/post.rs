@@ -16,7 +16,7 @@ use remora_messenger::stack::Address;
 use remora_protocol::Side;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::{Fault, Options, certificates};
+use super::{Fault, Options, security};
 /// The receiver of the messenger's callbacks.
 pub(super) struct Post {
     /// Tasks that wait for a handshake with the peer at that address. A listener has one connection from an address at
@@ -107,7 +107,7 @@ impl Post {
         match broken {
             LinkError::Ended | LinkError::Cut => closed,
             LinkError::Io(error) if is_gone(error) => closed,
-            LinkError::Io(error) => match certificates::explain(error) {
+            LinkError::Io(error) => match security::explain(error) {
                 Some(text) => Fault::Certificate(text),
                 None => Fault::io("reading or writing", copy(error)),
             },

@@ -11,12 +11,12 @@ use remora_messenger::{Key, Keyring};
 use remora_protocol::{MAX_CLIENT_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Side};
 use tokio::net::ToSocketAddrs;
 
-use super::certificates::Role;
+use super::security::Role;
 use super::{Connection, Error, Fault, Security, SourceKey, Token};
+use remora_process::AbortOnDrop;
 use remora_process::events;
 use remora_process::exit::Failure;
 use remora_process::signals;
-use remora_process::tasks::AbortOnDrop;
 
 /// What an agent needs to connect to another one.
 #[derive(Clone, Debug)]

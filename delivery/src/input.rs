@@ -15,8 +15,8 @@ use super::payload::{Piece, Used};
 use super::{Demand, Wait};
 use remora_reader::feed::Position;
 use remora_reader::feed::{Feed, Pumped, SnapshotFeed};
-use remora_reader::meter::Meter;
 use remora_reader::parts::FeedError;
+use remora_reader::parts::Meter;
 use remora_reader::relay::reader::{Lost, ReadFrom, RelayReader};
 use remora_reader::spool::{SnapshotId, Spool};
 

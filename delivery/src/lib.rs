@@ -22,45 +22,47 @@
 //! - Nothing of ours is ever put into the stream: it would move the replication offset.
 //! - Progress is published before the notice that it explains: `Loaded` without it would look like a restart.
 //!
-//! [`link`] moves bytes, and keeps other processes from the server's link. [`conversion`] is what a server of another
-//! family or version is given. [`introduction`] is what a module in the server is told.
+//! [`link`] moves bytes, and keeps other processes from the server's link. `payload` has what a server
+//! is given, also one of another family or version, and what a module in the server is told. At the end
+//! of this file are the orders to the delivery.
+
 #![forbid(unsafe_code)]
 // The docs name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
 // Larger than the bound: the loop, and what it does with what each side brings, stand in one place.
 
-pub mod conversion;
 mod input;
-pub mod introduction;
 pub mod link;
-mod orders;
-mod payload;
+pub mod payload;
 mod reference_plan;
 mod server_link;
 pub mod simulated;
+#[cfg(test)]
+mod tests;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
-use std::sync::mpsc::TryRecvError;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use remora_redis::ReplId;
-use remora_redis::rdb::Converted;
-use rustix::event::{PollFd, PollFlags, Timespec};
+use payload::{Answer, Conversion, Introduction};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 use tokio::sync::mpsc::UnboundedSender;
 
 use self::input::{Fetched, Input, InputError, Stream};
-use self::orders::Control;
-pub use self::orders::{Handle, Notice, Order, Setup};
 use self::payload::{Piece, PlainPayload, Used, WriteError, Wrote, random_mark};
 use self::server_link::{LinkEvent, Reached, Read, ServerLink, Stage};
-use crate::conversion::Conversion;
 use crate::link::candidates::{Candidates, Newcomer};
 use remora_process::exit::{Code, Failure};
 use remora_reader::feed::{Feed, Position};
-use remora_reader::meter::Meter;
-use remora_reader::parts::FeedError;
+use remora_reader::parts::{FeedError, Meter};
+use remora_reader::relay::reader::{Lost, ReadFrom};
+use remora_reader::spool;
+use remora_redis::ReplId;
+use remora_redis::rdb::Converted;
 
 /// Bytes written to the link in one turn. The bound keeps a fast server from delaying the loop's other work.
 const TURN_BYTES: usize = 8 << 20;
@@ -772,9 +774,6 @@ impl Ready {
 }
 
 #[cfg(test)]
-mod tests;
-
-#[cfg(test)]
 mod poller_tests {
     #![allow(clippy::unwrap_used)]
 
@@ -815,4 +814,191 @@ mod poller_tests {
         readiness.look(now + LOOK_PACE);
         assert_eq!(readiness, Readiness::all(now + LOOK_PACE));
     }
+}
+
+// Orders to the delivery, its notices, and the driver's handle on its thread.
+
+/// An order of the driver to the delivery.
+pub enum Order {
+    /// Read from this feed from now on.
+    Attach(Box<Feed>),
+    /// Read the snapshot's slots from this source or peer from now on.
+    ReadFrom(ReadFrom),
+    /// Close the link of a server whose snapshot will never be whole. A server that loads from its link answers no
+    /// command until then.
+    GiveUp,
+    /// End the link of a server that has loaded, and give it another snapshot when it comes back. Answered by
+    /// [`Notice::FeedWanted`].
+    LoadAgain,
+    /// Take this connection of the server, which was intercepted on its way to the primary, as its link.
+    Adopt(Box<Newcomer>),
+    /// Send the server no more of the stream until it connects again.
+    Hold,
+    /// Whether to give memory to the server's module, and to refer to it in the payload. Order this when the link's
+    /// port is open, and before the server is pointed at it: the server may ask for its payload at once.
+    UseModule(bool),
+    /// The result of an introduction.
+    Introduced {
+        /// The introduction's number.
+        number: u64,
+        /// What the module has answered, or why it is not used.
+        answer: Result<Answer, String>,
+    },
+    /// End.
+    Stop {
+        /// Remove the spool: the sync is done.
+        done: bool,
+    },
+}
+
+/// What the delivery reports.
+#[derive(Debug)]
+pub enum Notice {
+    /// The server has connected and sent `PSYNC`.
+    Asked,
+    /// The server's module must be given memory. The delivery waits for [`Order::Introduced`].
+    Introduce(Introduction),
+    /// The whole snapshot has arrived.
+    Fetched,
+    /// The whole snapshot was written to the server.
+    PayloadSent,
+    /// The server has loaded the snapshot: it acknowledged an offset.
+    Loaded,
+    /// The server's link ended.
+    LinkLost {
+        /// Why.
+        text: String,
+        /// It broke in the middle of the snapshot.
+        loading: bool,
+    },
+    /// The feed ended. Another one is needed that begins where [`Position`] says.
+    FeedLost {
+        /// Why.
+        error: FeedError,
+    },
+    /// An upstream replica cannot be read any more. Nothing is read until [`Order::ReadFrom`] names another.
+    PeerLost(Lost),
+    /// The server's request needs another feed.
+    FeedWanted,
+    /// A slot in the source's memory is damaged.
+    Damaged {
+        /// Which one, and how.
+        error: FeedError,
+    },
+    /// The server cannot be given this data set, or what follows in its stream.
+    Refused {
+        /// Why.
+        failure: Failure,
+    },
+    /// The delivery cannot continue.
+    Fatal {
+        /// Why.
+        text: String,
+    },
+}
+
+/// The position, as the thread publishes it and the handle reads it.
+#[derive(Clone, Default)]
+struct Shared(Arc<Mutex<Position>>);
+
+impl Shared {
+    fn publish(&self, progress: Position) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = progress;
+    }
+
+    fn read(&self) -> Position {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// The thread's end of a [`Handle`].
+struct Control {
+    orders: Receiver<Order>,
+    /// Readable when an order has arrived.
+    waker: Arc<OwnedFd>,
+    shared: Shared,
+}
+
+impl Control {
+    /// Clears the wake-up before the orders are read.
+    fn rest(&self) {
+        let mut woken = [0; 8];
+        let _ = rustix::io::read(&*self.waker, &mut woken);
+    }
+}
+
+/// Both ends, without a thread.
+fn ends() -> io::Result<(Handle, Control)> {
+    let waker = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+    let (orders, inbox) = channel();
+    let shared = Shared::default();
+    let control = Control { orders: inbox, waker: waker.clone(), shared: shared.clone() };
+    Ok((Handle { orders, waker, thread: None, shared }, control))
+}
+
+/// The driver's handle on the thread. Dropping it ends the thread.
+pub struct Handle {
+    orders: Sender<Order>,
+    waker: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+    shared: Shared,
+}
+
+impl Handle {
+    /// Starts the thread. It ends at [`Order::Stop`], or when the orders have no sender any more.
+    fn spawn(run: impl FnOnce(Control) + Send + 'static) -> io::Result<Handle> {
+        let (mut handle, control) = ends()?;
+        handle.thread = Some(std::thread::Builder::new().name("delivery".into()).spawn(move || run(control))?);
+        Ok(handle)
+    }
+
+    /// Gives an order, and wakes the thread.
+    pub fn order(&self, order: Order) {
+        if self.orders.send(order).is_ok() {
+            // If the eventfd cannot be written to, it has been woken already.
+            let _ = rustix::io::write(&*self.waker, &1_u64.to_ne_bytes());
+        }
+    }
+
+    /// Where the delivery is.
+    pub fn progress(&self) -> Position {
+        self.shared.read()
+    }
+
+    /// Whether the delivery was not stopped.
+    pub fn is_running(&self) -> bool {
+        self.thread.is_some()
+    }
+
+    /// Ends the thread and waits for its end, which takes one turn of its loop.
+    pub fn stop(&mut self, done: bool) {
+        self.order(Order::Stop { done });
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.stop(false);
+    }
+}
+
+/// The parts of a delivery.
+pub struct Setup {
+    /// The listener for the server's link.
+    pub candidates: Candidates,
+    /// The folder of the slots that survive the agent (`--state-dir`).
+    pub spool: Option<PathBuf>,
+    /// The slots that were found there.
+    pub found: Option<spool::Spool>,
+    /// How the snapshot is converted; `None`: the server gets the primary's own.
+    pub conversion: Option<Conversion>,
+    /// Bytes of the stream that may wait here while the server loads.
+    pub backlog_limit: usize,
+    /// What it counts.
+    pub meter: Arc<Meter>,
+    /// Where its notices go.
+    pub notices: UnboundedSender<Notice>,
 }

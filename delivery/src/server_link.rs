@@ -18,13 +18,13 @@ use remora_redis::psync::server::{Event, Server as PrimaryRole};
 use remora_table::Slot;
 use rustix::event::PollFlags;
 
+use super::Notice;
 use super::input::{self, Stream};
-use super::orders::Notice;
 use super::payload::{Piece, PlainPayload, ReferencedPayload, Turn, Used, WriteError, Wrote, random_mark};
 use super::{Cause, Delivery, Demand};
-use crate::introduction::{self, Answer, GrantedMemory};
 use crate::link::candidates::Newcomer;
 use crate::link::{Link, Pacer};
+use crate::payload::{self, Answer, GrantedMemory};
 use remora_reader::parts::FeedError;
 use remora_reader::spool::Spool;
 
@@ -313,7 +313,7 @@ impl Delivery {
     pub(super) fn introduce(&mut self, now: Instant, slot: Slot) -> Option<usize> {
         self.introductions += 1;
         let number = self.introductions;
-        match introduction::prepare(slot.bytes().0, number) {
+        match payload::prepare(slot.bytes().0, number) {
             Ok((shown, introduction)) => {
                 self.link.as_mut()?.stage = Stage::Introducing { number, shown, slot };
                 self.tell(Notice::Introduce(introduction));

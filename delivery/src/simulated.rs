@@ -14,11 +14,11 @@ use remora_redis::psync::server::Access;
 use remora_table::{Expectation, Geometry, Origin, SinkLayout, SnapshotCopy};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use super::orders::ends;
+use super::ends;
 use super::{Delivery, Handle, Notice, Order, Readiness, Setup, Turned};
 use crate::link::candidates::{Candidates, Locality};
 use remora_reader::feed::{Feed, Position};
-use remora_reader::meter::Meter;
+use remora_reader::parts::Meter;
 use remora_reader::parts::{CopyPlan, Part, Parts};
 use remora_reader::relay::reader::{Lost, ReadFrom, Reading as PeerReading};
 use remora_reader::spool::SnapshotId;

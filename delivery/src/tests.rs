@@ -142,7 +142,7 @@ impl World {
             meter: Arc::default(),
             notices: tell,
         };
-        let (handle, control) = orders::ends().unwrap();
+        let (handle, control) = crate::ends().unwrap();
         let delivery = Delivery::new(Instant::now(), setup, control);
         World { delivery, handle, notices, port, network: Network::new(1, Faults::honest()) }
     }

@@ -23,8 +23,8 @@ use tokio::task::AbortHandle;
 
 use super::families::{Families, Form};
 use super::page;
+use remora_process::AbortOnDrop;
 use remora_process::exit::Failure;
-use remora_process::tasks::AbortOnDrop;
 
 /// What an agent says to those who watch.
 #[derive(Debug)]

@@ -11,8 +11,8 @@ use remora_protocol::{
 use serde::Serialize;
 
 use remora_base::units::{Size, counted, readable};
-use remora_process::progress::tracker::{known, share};
-use remora_process::progress::words::{self, Unit};
+use remora_process::progress::{self, Unit};
+use remora_process::progress::{known, share};
 
 /// A report for people.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -149,7 +149,7 @@ impl View {
             facts,
             failure: report.last_failure.clone(),
             replicas: rows.collect(),
-            reading: Rate { bytes_per_second: total, text: words::rate(total) },
+            reading: Rate { bytes_per_second: total, text: progress::rate(total) },
         }
     }
 }
@@ -290,7 +290,7 @@ pub fn no_snapshot(report: &StatusReport) -> [String; 2] {
 /// What a server has saved.
 pub fn saved(saving: Saving) -> String {
     let permille = share(saving.keys, known(saving.keys_total)).unwrap_or(0);
-    format!("{} of {}", words::percent(permille), counted(saving.keys_total, "key"))
+    format!("{} of {}", progress::percent(permille), counted(saving.keys_total, "key"))
 }
 
 /// How much of the snapshot there is; and, while it is taken, how far it is, how fast it comes and how long the rest
@@ -301,12 +301,12 @@ pub fn snapshot(generation: &GenerationStatus) -> [String; 2] {
         return [received, String::new()];
     }
     let Advance { percent_permille, rate_bytes_per_s, left_seconds } = generation.advance;
-    let value = match words::of_length(generation.length, Unit::Bytes) {
+    let value = match progress::of_length(generation.length, Unit::Bytes) {
         None => received,
         Some(of) => format!("{received} {of}"),
     };
-    let left = left_seconds.map(|seconds| words::time_left(Duration::from_secs(seconds)));
-    let how = [percent_permille.map(words::percent), Some(words::rate(rate_bytes_per_s)), left];
+    let left = left_seconds.map(|seconds| progress::time_left(Duration::from_secs(seconds)));
+    let how = [percent_permille.map(progress::percent), Some(progress::rate(rate_bytes_per_s)), left];
     let how: Vec<String> = how.into_iter().flatten().collect();
     [value, how.join(", ")]
 }
@@ -365,18 +365,18 @@ pub fn upload(upload: &UploadStatus) -> [String; 2] {
     let UploadStatus { bytes_per_second, queueing_micros, yields } = *upload;
     let why = if yields { "because other traffic fills the network link, " } else { "" };
     let millis = queueing_micros as f64 / 1000.0;
-    [format!("up to {}", words::rate(bytes_per_second)), format!("{why}in the background; {millis:.1} ms of queue")]
+    [format!("up to {}", progress::rate(bytes_per_second)), format!("{why}in the background; {millis:.1} ms of queue")]
 }
 
 /// How much of the snapshot a replica has.
 pub fn percent(replica: &ReplicaStatus) -> String {
-    replica.advance.percent_permille.map_or_else(|| UNKNOWN.to_owned(), words::percent)
+    replica.advance.percent_permille.map_or_else(|| UNKNOWN.to_owned(), progress::percent)
 }
 
 /// How fast a replica reads the snapshot; nothing for one that does not.
 pub fn reading(replica: &ReplicaStatus) -> String {
     match replica.phase {
-        Phase::Transfer => words::rate(replica.advance.rate_bytes_per_s),
+        Phase::Transfer => progress::rate(replica.advance.rate_bytes_per_s),
         _ => UNKNOWN.to_owned(),
     }
 }

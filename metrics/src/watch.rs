@@ -14,7 +14,7 @@ use super::families::{self, Families, Form};
 use super::register::{Agent, RUN_ENDED, RUN_EXIT_CODE, RUN_STARTED};
 use super::site::{ANSWER_LIMIT, Answer, CONNECTIONS, Site, bind};
 use remora_process::exit::Failure;
-use remora_process::tasks::{AbortOnDrop, blocking};
+use remora_process::{AbortOnDrop, blocking};
 
 /// How often the file is written while the agent runs: as often as Prometheus asks node_exporter by default.
 const FILE_EVERY: Duration = Duration::from_secs(15);

@@ -8,15 +8,14 @@
 //! ```
 //!
 //! - [`exit`]: a [`Failure`](exit::Failure) names a thing and a cure, is of a kind, and says whether it passes by
-//!   itself. [`patience`] decides how long a command waits for what passes.
+//!   itself. [`Patience`](exit::Patience) decides how long a command waits for what passes.
 //! - [`events`]: what a reader of the log may rely on.
 //! - [`progress`]: what a command shows while it works, and where it writes its result.
 //! - [`signals`]: how it is stopped. [`service`]: what a service manager is told, and keeps.
-//! - [`tasks`]: work that blocks a thread, and tasks that end with their owner.
-//! - [`host_memory`], [`host_threads`], [`free_space`]: what is refused before it fails, because this host has too
-//!   little.
-//! - [`checked_json`]: a file of JSON that says whether it is whole. [`rdb_file`]: what an RDB file holds.
-//!   [`stored`]: backups and files of which a source can make a snapshot.
+//! - [`blocking`]: work that blocks a thread. [`AbortOnDrop`]: a task that ends with its owner.
+//! - [`host`]: what is refused before it fails, because this host has too little memory, threads or space.
+//! - [`checked_json`]: a file of JSON that says whether it is whole. [`rdb_file`]: what an RDB file holds,
+//!   and of which files and backups a source can make a snapshot.
 //! - [`record`]: the settings that a process changes at its server, so that another one can put them back.
 //!
 //! It knows no command line, and no agent.
@@ -28,14 +27,26 @@
 pub mod checked_json;
 pub mod events;
 pub mod exit;
-pub mod free_space;
-pub mod host_memory;
-pub mod host_threads;
-pub mod patience;
+pub mod host;
 pub mod progress;
 pub mod rdb_file;
 pub mod record;
 pub mod service;
 pub mod signals;
-pub mod stored;
-pub mod tasks;
+
+use exit::Failure;
+
+pub use remora_base::AbortOnDrop;
+
+// Tasks that end with their owner, and work that blocks.
+
+/// Runs work that may block a thread. It has time limits of its own.
+///
+/// # Errors
+/// Those of the work, or its thread has failed.
+pub async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.unwrap_or_else(|error| Err(Failure::local(format!("a thread of this command failed: {error}"))))
+}

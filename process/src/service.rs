@@ -11,7 +11,7 @@ use remora_fabric::Memory;
 use sd_notify::NotifyState;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
-use crate::tasks::AbortOnDrop;
+use crate::AbortOnDrop;
 
 /// The variable that names the manager's socket.
 const SOCKET: &str = "NOTIFY_SOCKET";

@@ -4,8 +4,8 @@
 use rustix::process;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+use crate::AbortOnDrop;
 use crate::exit::{Code, Failure};
-use crate::tasks::AbortOnDrop;
 
 /// The signals that ask a command to end. From [`Signals::catch`] on they no longer kill the process.
 pub struct Signals {

@@ -10,7 +10,7 @@ use std::time::Instant;
 use remora_fabric::{Memory, Peer};
 use remora_table::{JournalReader, Progress, Room, Seal, Slot, SnapshotCopy, SnapshotReader};
 
-use crate::meter::Meter;
+use crate::parts::Meter;
 use crate::parts::{FeedError, Mapped, Parts};
 use crate::relay::reader::{Lost, RelayReader};
 use crate::spool;

@@ -28,12 +28,8 @@
 pub mod addresses;
 pub mod data_set;
 pub mod feed;
-pub mod loss;
-pub mod meter;
 mod options;
 pub mod parts;
-pub mod primaries;
-pub mod pump;
 pub mod relay;
 pub mod source;
 pub mod spool;

@@ -14,8 +14,8 @@ use tokio::task::JoinHandle;
 
 use crate::ReadOptions;
 use crate::addresses::Addresses;
+use crate::addresses::Loss;
 use crate::feed::{Feed, Position};
-use crate::loss::Loss;
 use crate::parts::{CopyPlan, Part, Parts};
 use crate::spool;
 use remora_base::AbortOnDrop;
@@ -24,9 +24,9 @@ use remora_base::units::Size;
 use remora_conversation::tokens::Credentials;
 use remora_conversation::transports::{Connectors, LANES_LABEL, TransportChoices, not_offered};
 use remora_conversation::{Connection, Error, Fault, Protection, Receiver, Security, Sender, derive};
+use remora_process::exit::Patience;
 use remora_process::exit::{Code, Failure};
-use remora_process::patience::Patience;
-use remora_process::{events, host_memory};
+use remora_process::{events, host};
 use remora_server::HostPort;
 
 /// A session with the source.
@@ -304,7 +304,7 @@ fn create(name: &str, length: u64) -> Result<Arc<Memory>, Failure> {
     Memory::create_single_writer(name, length, Pages::Small).map(Arc::new).map_err(|error| {
         Failure::local(format!(
             "{length} bytes of memory for receive buffers cannot be allocated: {error}; give a smaller --memory{}",
-            host_memory::why_none()
+            host::why_none()
         ))
     })
 }

@@ -18,7 +18,7 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use remora_base::units::counted;
-use remora_delivery::conversion::command_names;
+use remora_delivery::payload::command_names;
 use remora_process::exit::{Code, Failure};
 use remora_server::own_changes::{Counted, OwnChanges};
 use remora_server::{Client, Facts, Server, ServerError};

@@ -32,14 +32,12 @@ pub mod attend;
 mod by_file;
 pub mod control;
 mod driver;
-pub mod estimate;
 mod exact;
 pub mod intercept;
 pub mod machine;
 mod options;
 mod preflight;
-mod prepared;
-mod primary;
+pub mod prepared;
 mod report;
 
 use std::path::PathBuf;
@@ -53,11 +51,11 @@ pub use self::options::{AttendOptions, Delivery, DeliveryOptions, LEAST_MEMORY, 
 use self::prepared::{Prepared, Suits};
 use remora_base::units::Size;
 use remora_conversation::tokens::TokenFiles;
-pub use remora_delivery::conversion::{self, LeftOut};
 pub use remora_delivery::link::LinkTls;
+pub use remora_delivery::payload::{self, LeftOut};
 use remora_metrics::Scrapes;
 use remora_process::exit::{Code, Failure};
-use remora_process::patience::{Patience, RETRY_FOR};
+use remora_process::exit::{Patience, RETRY_FOR};
 pub(crate) use remora_process::record;
 use remora_process::signals::until_signal;
 use remora_reader::spool::Spool;
@@ -127,7 +125,7 @@ async fn by_link(options: Options, tokens: TokenFiles, scrapes: &mut Scrapes) ->
     let prepared = until_signal(prepare(options, tokens), UNTOUCHED);
     match scrapes.meanwhile("the sync is being prepared", prepared).await? {
         Some(mut driver) => {
-            driver::display::watch(&mut driver, std::mem::take(scrapes));
+            driver::watch(&mut driver, std::mem::take(scrapes));
             driver.run().await
         }
         None => Ok(()),

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use remora_base::units::Size;
 use remora_conversation::SourceKey;
-use remora_delivery::conversion::LeftOut;
 use remora_delivery::link::LinkTls;
-use remora_process::patience::{Patience, RETRY_FOR};
+use remora_delivery::payload::LeftOut;
+use remora_process::exit::{Patience, RETRY_FOR};
 use remora_reader::{ReadOptions, RelayOptions};
 use remora_server::sentinel::Sentinels;
 use remora_server::{HostPort, Login};
@@ -37,7 +37,7 @@ pub struct Options {
     pub name: Option<String>,
     /// Know where the primary is.
     pub sentinels: Option<Sentinels>,
-    /// The addresses at which the source may announce the primary. Without any: see [`crate::primary`].
+    /// The addresses at which the source may announce the primary. Without any: see [`crate::preflight`].
     pub expected_primaries: Vec<HostPort>,
     /// Keep sending the stream to the server, and never hand it over.
     pub stay: bool,

@@ -3,31 +3,27 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use remora_fabric::{Memory, Pages, RegionKey, TransportKind};
-use remora_protocol::Offer;
+use serde::Serialize;
 use tokio::time::Instant;
 
 use super::exact::lacking_commands;
 use super::preflight::{self, Known, Primary, Target};
-use super::primary;
 use super::record::Record;
 use crate::options::Options;
 use remora_base::units::Size;
 use remora_conversation::Protection;
 use remora_conversation::tokens::Credentials;
 use remora_conversation::transports::{TransportChoice, not_offered};
-use remora_delivery::conversion::Conversion;
-use remora_process::exit::{Code, Failure};
-use remora_process::patience::{Patience, RETRY_FOR};
-use remora_process::tasks::blocking;
-use remora_reader::ReadOptions;
-use remora_reader::data_set::DataSet;
-use remora_reader::primaries::Finding;
-use remora_reader::pump;
+use remora_delivery::payload::Conversion;
+use remora_fabric::{Memory, Pages, RegionKey, TransportKind};
+use remora_process::blocking;
+use remora_process::exit::{Code, Failure, Patience, RETRY_FOR};
+use remora_protocol::Offer;
+use remora_reader::data_set::{DataSet, Finding};
 use remora_reader::source::{Source, Way};
+use remora_reader::{ReadOptions, parts};
 use remora_server::own_changes::OwnChanges;
-use remora_server::sentinel::guard;
-use remora_server::{Client, Facts, Server, ServerError, ServerUrl, Task};
+use remora_server::{Client, Facts, Server, ServerError, ServerUrl, Task, sentinel};
 
 /// Pause between two looks meanwhile.
 const FAIL_OVER_POLL: Duration = Duration::from_millis(500);
@@ -104,13 +100,13 @@ impl Prepared {
         };
         if !options.dry_run {
             // An agent before us may have been killed.
-            let left = primary::put_back(&mut record, finding.as_ref().map(Finding::sentinels)).await;
+            let left = preflight::put_back(&mut record, finding.as_ref().map(Finding::sentinels)).await;
             if !left.is_empty() {
                 tracing::warn!("an earlier agent has ended without its clean-up{left}");
             }
         }
         refuse_what_the_source_refuses(options, &plan)?;
-        let known = primary::known(options, target.followed(&record), source.address());
+        let known = preflight::known(options, target.followed(&record), source.address());
         let known = Known { primaries: known, finding, source: source.address() };
         let began = Instant::now();
         let primary = loop {
@@ -289,10 +285,10 @@ async fn try_out(options: &ReadOptions, credentials: &Credentials, is_sealed: bo
     let region = offered.iter().map(RegionKey::length).max().unwrap_or(0);
     let is_offered = offered.iter().any(|key| way.permits(key.transport()));
     let reading = blocking(move || {
-        let sink = Memory::create("remora-trial", pump::MOMENT_SINK, Pages::Small).map(Arc::new);
+        let sink = Memory::create("remora-trial", parts::MOMENT_SINK, Pages::Small).map(Arc::new);
         let sink = sink.map_err(|error| Failure::local(format!("no memory to try the transports with: {error}")))?;
         let (mut peer, transport, why) = way.try_out(keys, is_sealed, &sink)?;
-        let rate = pump::in_a_moment(&mut *peer, region);
+        let rate = parts::in_a_moment(&mut *peer, region);
         let protection = way.protection(transport, is_sealed);
         Ok(Reading { transport, why, protection, rate })
     });
@@ -360,10 +356,73 @@ pub(super) async fn why_not_by_the_link(options: &Options) -> Result<Option<Stri
         return Ok(Some("the server runs in cluster mode, where servers refuse REPLICAOF".to_owned()));
     }
     let Some(sentinels) = options.sentinels.clone() else { return Ok(None) };
-    let known = guard::known(&sentinels, &facts, server.url()).await?;
+    let known = sentinel::known(&sentinels, &facts, server.url()).await?;
     Ok(known.map(|_| {
         format!("Sentinel knows the server as a replica of {}, and makes it follow its primary again", sentinels.name())
     }))
+}
+
+// Estimate: how long a sync will take, as far as that is known before it. Pure.
+//
+// `remora replica --dry-run` and `remora plan` use it. It is for people: what they do next depends on whether a sync
+// takes seconds, minutes or hours.
+
+/// Bytes of a snapshot that a server saves, or loads, in a second: what one processor does with values of some hundred
+/// bytes. Long values are several times faster, and tiny ones slower.
+pub const SERVER_RATE: u64 = 200 << 20;
+
+/// Seconds of writes that a primary's backlog should hold: a hand-off takes less than one.
+pub const BACKLOG_SECONDS: u64 = 10;
+
+/// The time from the last byte to the end: the server follows its primary at the next turn of its clock, and the agent
+/// looks for that.
+const HAND_OFF: Duration = Duration::from_secs(1);
+
+/// What a sync waits for, and how fast it is then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Course {
+    /// Bytes of the snapshot.
+    pub snapshot_bytes: u64,
+    /// How long the primary waits before it forks; zero if there is a snapshot.
+    pub delay: Duration,
+    /// Bytes per second of the way to the source, or of the slowest part of it that is known.
+    pub rate: Option<u64>,
+}
+
+/// The times of a sync.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Times {
+    /// Until the primary forks.
+    pub delay_seconds: f64,
+    /// For the snapshot: saved, read and loaded at the same time.
+    pub copy_seconds: f64,
+    /// For the hand-off.
+    pub hand_off_seconds: f64,
+}
+
+impl Course {
+    /// The times of such a sync.
+    pub fn times(&self) -> Times {
+        let rate = self.rate.map_or(SERVER_RATE, |rate| rate.clamp(1, SERVER_RATE));
+        Times {
+            delay_seconds: self.delay.as_secs_f64(),
+            copy_seconds: self.snapshot_bytes as f64 / rate as f64,
+            hand_off_seconds: HAND_OFF.as_secs_f64(),
+        }
+    }
+
+    /// Whether the servers are slower than the way to the source.
+    pub fn is_bound_by_servers(&self) -> bool {
+        self.rate.is_none_or(|rate| rate >= SERVER_RATE)
+    }
+}
+
+impl Times {
+    /// All of them together.
+    pub fn total(&self) -> Duration {
+        let seconds = self.delay_seconds + self.copy_seconds + self.hand_off_seconds;
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+    }
 }
 
 #[cfg(test)]
@@ -386,5 +445,17 @@ mod tests {
         assert_eq!(refused(Some(10 << 20), "allkeys-lru", Some(7 << 20)), None);
         assert_eq!(refused(Some(10 << 20), "allkeys-lru", None), None);
         assert_eq!(refused(None, "allkeys-lru", Some(9 << 30)), None);
+    }
+
+    #[test]
+    fn the_slower_of_the_way_and_the_servers_counts() {
+        let course = |rate| Course { snapshot_bytes: 1 << 30, delay: Duration::from_secs(5), rate };
+        let slow = course(Some(100 << 20)).times();
+        assert_eq!((slow.delay_seconds, slow.copy_seconds), (5.0, 10.24));
+        assert_eq!(slow.total(), Duration::from_millis(16_240));
+        let fast = course(Some(10 << 30));
+        assert!(fast.is_bound_by_servers() && !course(Some(1)).is_bound_by_servers());
+        assert_eq!(fast.times(), course(None).times());
+        assert!(course(Some(0)).times().total() > Duration::from_secs(1 << 29), "and no division by zero");
     }
 }

@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::exact::{self, Exactness};
 use super::prepared::Reading;
-use crate::estimate::{Course, Times};
 use crate::options::Options;
+use crate::prepared::{Course, Times};
 use remora_base::units::{Size, readable, rounded};
 use remora_process::exit::Failure;
 use remora_process::progress;

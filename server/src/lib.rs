@@ -26,38 +26,24 @@
 
 #![forbid(unsafe_code)]
 
-mod acl;
 mod client;
-mod configuration;
-mod credentials;
-mod error;
 mod facts;
 pub mod local;
 pub mod module;
 pub mod nodes;
-mod output_limit;
 pub mod own_changes;
 pub mod permission;
 pub mod pins;
 pub mod refusals;
 pub mod sentinel;
 pub mod simulated;
-mod stream;
 mod tls;
-mod trust;
 mod url;
 
-pub use self::{
-    acl::Task,
-    client::{Client, Login, Pipeline, SETTLE_LIMIT, SETTLE_POLL, Server},
-    configuration::{Configuration, read_configuration},
-    credentials::{Credentials, PASSWORD_VARIABLE, Password},
-    error::{ServerError, SetupError},
-    facts::{Backlog, CONVERTED, Database, Facts, Family, Link, Role, Version},
-    output_limit::OutputLimit,
-    pins::{Kept, PinSizes, Pins, Position},
-    refusals::RefusalKind,
-    stream::{Raw, Stream, TlsConnection},
-    tls::TlsOptions,
-    url::{HostPort, Place, ServerUrl, UrlError},
-};
+pub use self::client::{Client, Login, Pipeline, Raw, SETTLE_LIMIT, SETTLE_POLL, Server, Stream, TlsConnection};
+pub use self::facts::{Backlog, CONVERTED, Database, Facts, Family, Link, OutputLimit, Role, Version};
+pub use self::local::{Configuration, read_configuration};
+pub use self::pins::{Kept, PinSizes, Pins, Position};
+pub use self::refusals::{RefusalKind, ServerError, SetupError, Task};
+pub use self::tls::TlsOptions;
+pub use self::url::{Credentials, HostPort, PASSWORD_VARIABLE, Password, Place, ServerUrl, UrlError};

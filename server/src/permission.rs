@@ -1,4 +1,5 @@
-//! Permission: whether a server would carry out a command for our user, asked without carrying it out.
+//! Permission: whether a server would carry out a command for our user, asked without carrying it out; and the ACL
+//! rules that allow the commands of each task.
 //!
 //! ```text
 //!   the default user: ACL DRYRUN default <command>          Redis since 7.0, and Valkey

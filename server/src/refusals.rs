@@ -1,4 +1,5 @@
-//! The table of refusals: what follows from each error reply of a server.
+//! The table of refusals: what follows from each error reply of a server. Then the errors themselves, and the ACL rules
+//! that each task needs.
 //!
 //! [`TABLE`] has the replies of Redis (6.0 to 8) and Valkey (7.2 to 9) to the commands that Remora sends, from their
 //! sources: `server.c`, `networking.c`, `replication.c`, `config.c`, `acl.c`, `cluster*.c` and `sentinel.c`. Each line
@@ -8,7 +9,15 @@
 //! It is data: nothing here waits or asks. [`ServerError::is_passing`](super::ServerError::is_passing) reads the
 //! verdict, and the commands wait within their time limit.
 
-use super::acl::Task;
+use std::path::PathBuf;
+use std::time::Duration;
+use std::{fmt, io};
+
+use self::Actor::{Administrator, Itself, Remora, User};
+use self::RefusalKind as Kind;
+use self::Verdict::{End, TryAgain, Wait};
+use remora_base::x509::words;
+use remora_redis::resp::Limits;
 
 /// The kinds of error replies, for code that treats some of them in its own way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -153,19 +162,24 @@ const fn own_mistake(begins: &'static str, commands: &'static [&'static str]) ->
 }
 
 const ANY: &[&str] = &[];
-const AUTH: &[&str] = &["AUTH", "HELLO"];
-const SYNC: &[&str] = &["PSYNC", "SYNC"];
-const CLIENT: &[&str] = &["CLIENT"];
-const CONFIG: &[&str] = &["CONFIG"];
-const CLUSTER: &[&str] = &["CLUSTER"];
-const REPLCONF: &[&str] = &["REPLCONF"];
-const REPLICAOF: &[&str] = &["REPLICAOF", "SLAVEOF"];
-const SENTINEL: &[&str] = &["SENTINEL"];
-const ACL: &[&str] = &["ACL"];
 
-use self::Actor::{Administrator, Itself, Remora, User};
-use self::RefusalKind as Kind;
-use self::Verdict::{End, TryAgain, Wait};
+const AUTH: &[&str] = &["AUTH", "HELLO"];
+
+const SYNC: &[&str] = &["PSYNC", "SYNC"];
+
+const CLIENT: &[&str] = &["CLIENT"];
+
+const CONFIG: &[&str] = &["CONFIG"];
+
+const CLUSTER: &[&str] = &["CLUSTER"];
+
+const REPLCONF: &[&str] = &["REPLCONF"];
+
+const REPLICAOF: &[&str] = &["REPLICAOF", "SLAVEOF"];
+
+const SENTINEL: &[&str] = &["SENTINEL"];
+
+const ACL: &[&str] = &["ACL"];
 
 /// All lines, in the order in which they are compared.
 #[rustfmt::skip]
@@ -315,6 +329,366 @@ pub static TABLE: &[Line] = &[
     line("WRONGTYPE", ANY, Kind::NotAllowed, End, User, "the server holds another kind of value under this key"),
 ];
 
+// Errors of a server, by who can do something about them.
+//
+// - [`SetupError`]: an option, or a file that it names, is wrong. It is found before a connection is made.
+// - [`ServerError`]: the server cannot be reached, is not a Redis or Valkey server, or refused a command. A refusal
+//   has a [`RefusalKind`], so that callers can wait for a loading server and fail at once on a wrong password. What
+//   follows from each is in the table of [`refusals`].
+
+/// An option or a file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SetupError {
+    /// A file cannot be read.
+    #[error("cannot read the {what} {path}: {cause}", path = path.display())]
+    File {
+        /// What the file is for.
+        what: &'static str,
+        /// Its path as given.
+        path: PathBuf,
+        /// The cause.
+        cause: io::Error,
+    },
+    /// Users other than the owner can read a file with a secret.
+    #[error("other users can read the {what} {path} (mode {mode:03o}): run chmod 600 on it", path = path.display())]
+    OpenToAll {
+        /// What the file is for.
+        what: &'static str,
+        /// Its path as given.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// A file has no usable content.
+    #[error("the {what} {path} is empty, or holds nothing of that kind", path = path.display())]
+    Empty {
+        /// What the file is for.
+        what: &'static str,
+        /// Its path as given.
+        path: PathBuf,
+    },
+    /// There is a user and no password, so no login would take place.
+    #[error("the user {user} needs a password: give --password-file or set REMORA_PASSWORD")]
+    UserWithoutPassword {
+        /// The user as given.
+        user: String,
+    },
+    /// The certificates or keys cannot be used.
+    #[error("cannot set up TLS to the server: {0}")]
+    Tls(String),
+    /// There are TLS options, and the address has no TLS.
+    #[error("{option} is given, but {url} does not use TLS: write rediss:// instead of redis://")]
+    TlsUnused {
+        /// The option as typed.
+        option: String,
+        /// The address as given.
+        url: String,
+    },
+}
+
+/// The server cannot be reached, is not a Redis or Valkey server, or refused a command.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// No connection was established.
+    #[error("cannot connect to the server {server}: {cause}; {}", hint(cause))]
+    Unreachable {
+        /// Its address.
+        server: String,
+        /// The system's error.
+        cause: io::Error,
+    },
+    /// The TLS handshake failed.
+    #[error("TLS with the server {server} failed: {}", words::with_server(cause, task.tls_prefix()))]
+    Tls {
+        /// Its address.
+        server: String,
+        /// What the connection is for.
+        task: Task,
+        /// The error of rustls.
+        cause: io::Error,
+    },
+    /// The connection broke.
+    #[error("the server {server} closed the connection during {command}: {cause}")]
+    Lost {
+        /// Its address.
+        server: String,
+        /// The command at that time.
+        command: String,
+        /// The system's error.
+        cause: io::Error,
+    },
+    /// The server did not answer in time.
+    #[error("the server {server} did not answer {command} within {seconds} s: it is overloaded, stopped or not a Redis server", seconds = limit.as_secs())]
+    TimedOut {
+        /// Its address.
+        server: String,
+        /// The command at that time.
+        command: String,
+        /// The time limit.
+        limit: Duration,
+    },
+    /// The answer is not RESP.
+    #[error("{server} is not a Redis or Valkey server: {found}")]
+    NotRedis {
+        /// Its address.
+        server: String,
+        /// The beginning of the answer.
+        found: String,
+    },
+    /// The answer does not fit the command.
+    #[error("the server {server} gave an unexpected answer to {command}: {found}")]
+    Unexpected {
+        /// Its address.
+        server: String,
+        /// The command's name.
+        command: String,
+        /// The answer, shortened.
+        found: String,
+    },
+    /// The server answered with an error.
+    #[error("{}", refusal_sentence(server, command, text, *task))]
+    Refused {
+        /// Its address.
+        server: String,
+        /// The command's name, never its arguments.
+        command: String,
+        /// The kind of the error.
+        kind: RefusalKind,
+        /// The server's text.
+        text: String,
+        /// What the connection is for.
+        task: Task,
+    },
+}
+
+impl ServerError {
+    /// The kind of the refusal, if this is one.
+    pub fn refusal(&self) -> Option<RefusalKind> {
+        match self {
+            Self::Refused { kind, .. } => Some(*kind),
+            _ => None,
+        }
+    }
+
+    /// Whether the same attempt may succeed a little later without anyone changing anything.
+    pub fn is_passing(&self) -> bool {
+        match self {
+            Self::Unreachable { cause, .. } => cause.kind() != io::ErrorKind::PermissionDenied,
+            Self::Lost { .. } | Self::TimedOut { .. } => true,
+            Self::Refused { command, text, .. } => line_for(command, text).verdict.passes(),
+            // The server has closed the connection: it is stopping, or has as many clients as it allows.
+            Self::Tls { cause, .. } => matches!(
+                cause.kind(),
+                io::ErrorKind::UnexpectedEof
+                    | io::ErrorKind::ConnectionReset
+                    | io::ErrorKind::ConnectionAborted
+                    | io::ErrorKind::BrokenPipe
+            ),
+            Self::NotRedis { .. } | Self::Unexpected { .. } => false,
+        }
+    }
+}
+
+/// What to check if no connection was established.
+fn hint(cause: &io::Error) -> &'static str {
+    match cause.kind() {
+        io::ErrorKind::ConnectionRefused => "check that it is running, and on this port",
+        io::ErrorKind::NotFound => "check the path of its socket (`CONFIG GET unixsocket`)",
+        io::ErrorKind::PermissionDenied => "check that this user may open the socket (`unixsocketperm`)",
+        io::ErrorKind::TimedOut | io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => {
+            "check that the host is up and that no firewall blocks the port"
+        }
+        _ => "check the address",
+    }
+}
+
+fn refusal_sentence(server: &str, command: &str, text: &str, task: Task) -> String {
+    format!("the server {server} refused {command}: {}; {}", Shortened(text.as_bytes()), advice(command, text, task))
+}
+
+/// Bytes from outside as text for one line of a message: printable, and shortened.
+pub(crate) struct Shortened<'a>(pub(crate) &'a [u8]);
+
+impl fmt::Display for Shortened<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (head, more) = match self.0.split_at_checked(SHOWN_BYTES) {
+            Some((head, rest)) if !rest.is_empty() => (head, "…"),
+            _ => (self.0, ""),
+        };
+        for byte in head {
+            match byte {
+                b' '..=b'~' => fmt::Write::write_char(f, char::from(*byte))?,
+                other => write!(f, "{}", other.escape_ascii())?,
+            }
+        }
+        f.write_str(more)
+    }
+}
+
+/// The most bytes shown: enough for every error text of the servers.
+const SHOWN_BYTES: usize = 200;
+
+// The ACL rules that allow the commands of each task.
+//
+// The help pages, `docs/reference/acl.md` and the message for `-NOPERM` use this one list.
+
+/// What a connection is for. It decides which ACL rules the message for a refusal names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Task {
+    /// `remora source` on the server it copies from.
+    Source,
+    /// `remora replica` on the server it fills.
+    Replica,
+    /// `remora attend` on the server that it attends.
+    Attend,
+    /// `remora verify`, on either server.
+    Verify,
+    /// `remora load`.
+    Load,
+    /// `remora ready`, on a server and its primary.
+    Ready,
+    /// `remora plan`, on the primary.
+    Plan,
+    /// `remora cluster`, on every node.
+    Cluster,
+    /// `remora switch`, on both servers.
+    Switch,
+    /// Any command with `--sentinel`, at the Sentinels.
+    Sentinel,
+}
+
+impl Task {
+    /// All tasks.
+    pub const ALL: [Self; 10] = [
+        Self::Source,
+        Self::Replica,
+        Self::Attend,
+        Self::Verify,
+        Self::Load,
+        Self::Ready,
+        Self::Plan,
+        Self::Cluster,
+        Self::Switch,
+        Self::Sentinel,
+    ];
+
+    /// The command that does the task.
+    pub const fn command(self) -> &'static str {
+        match self {
+            Self::Source => "remora source",
+            Self::Replica => "remora replica",
+            Self::Attend => "remora attend",
+            Self::Verify => "remora verify",
+            Self::Load => "remora load",
+            Self::Ready => "remora ready",
+            Self::Plan => "remora plan",
+            Self::Cluster => "remora cluster",
+            Self::Switch => "remora switch",
+            Self::Sentinel => "--sentinel",
+        }
+    }
+
+    /// The rules, in the syntax of `ACL SETUSER <user>`. `+select` is needed for every database but 0, so the rules of
+    /// commands that take a database have it.
+    pub const fn rules(self) -> &'static str {
+        match self {
+            Self::Source => "+ping +info +replconf +psync +config|get",
+            Self::Replica => "+ping +info +replicaof +config|get +config|set +flushall",
+            Self::Attend => "+ping +info",
+            Self::Verify => "~* +@read +ping +info +select +scan +memory|usage +function|list +debug",
+            Self::Load => "~* +@write +ping +info +select",
+            Self::Ready => "+ping +info",
+            Self::Plan => "+ping +info",
+            Self::Cluster => "+ping +info +cluster|info +cluster|nodes",
+            Self::Switch => {
+                "+ping +info +replicaof +multi +exec +client|pause +client|unpause +client|list +client|kill \
+                 +client|setname +client|id +config|get +pubsub|numsub"
+            }
+            Self::Sentinel => "+ping +sentinel|get-master-addr-by-name +sentinel|replicas +sentinel|master",
+        }
+    }
+
+    /// Which of the rules are optional, and what happens without them. Empty if all are needed.
+    pub const fn optional(self) -> &'static str {
+        match self {
+            Self::Source => {
+                "without +config|get settings that would get in the way are found out only when they do; with the module in the \
+                 server: +remora.status +remora.arm +remora.disarm, and +remora.sweep for --module-capture sweep, +module|load for --load-module; beside Valkey 9 in cluster mode: +cluster|getslotmigrations; for --tune-server: +config|set; +failover ends a \
+                 FAILOVER that waits for ever because only the source is attached"
+            }
+            Self::Replica => {
+                "+flushall is not needed with --on-failure detached; +config|set is not needed where the server has a masterauth, which \
+                 our link then asks for; with the module in the server: +remora.status +remora.load +multi +exec \
+                 +discard; with --convert: +command; with --delivery intercept and --replace: +client|kill"
+            }
+            Self::Attend => {
+                "without +config|get TLS to the primary is noticed only when the server connects; with --sentinel: +replicaof, for a \
+                 server that no Sentinel knows yet; the user of the server's masteruser needs +info on the primary, besides +psync +replconf +ping"
+            }
+            Self::Verify => {
+                "without +debug it reads and compares every value; without +memory|usage it reads each value in pieces"
+            }
+            Self::Load => "",
+            Self::Cluster => {
+                "on every node; +cluster|getslotmigrations on Valkey 9; for --write-nodes-conf: +cluster|myshardid where \
+                 the server has it; for remora cluster sync: +cluster|meet +cluster|replicate +cluster|reset on the nodes that it \
+                 names; for remora cluster migrate: these, what remora verify needs, +config|get +config|set +cluster|failover \
+                 +cluster|forget +readonly on all nodes"
+            }
+            Self::Switch => {
+                "on both servers; +multi +exec +client|pause +client|unpause at the old primary only; without +client|list \
+                 +client|kill +client|setname +client|id what a switch that was ended has sent may be carried out late; without \
+                 +pubsub|numsub it is not known whether Sentinels watch it; for --rewrite-config: +config|rewrite +multi +exec on both"
+            }
+            Self::Sentinel => "at the Sentinels; +sentinel|set for --extend-failover-timeout",
+            Self::Ready => "on a replica's primary too, unless --link-only is given",
+            Self::Plan => {
+                "without +config|get it is not known how long the primary waits before it forks, and without ~* +randomkey \
+                 +memory|usage +dump +strlen +select how much smaller the snapshot is than the data"
+            }
+        }
+    }
+
+    /// What an answer may be. A server may return a value of any length; a Sentinel lists replicas, of which each has
+    /// some fifty short fields.
+    pub(super) const fn limits(self) -> Limits {
+        match self {
+            Self::Sentinel => Limits { bulk_bytes: 1024, array_items: 256, depth: 2, line_bytes: 1024 },
+            _ => Limits {
+                bulk_bytes: Limits::BULK_BYTES,
+                array_items: Limits::ARRAY_ITEMS,
+                depth: Limits::DEPTH,
+                line_bytes: Limits::LINE_BYTES,
+            },
+        }
+    }
+
+    /// What the names of the TLS options begin with, between `--` and `tls-`.
+    pub(super) const fn tls_prefix(self) -> &'static str {
+        match self {
+            Self::Sentinel => "sentinel-",
+            _ => "",
+        }
+    }
+
+    /// A line below the paragraph of another task.
+    pub fn help_beside(self) -> String {
+        format!("With {}: {}\n  ({})\n", self.command(), self.rules(), self.optional())
+    }
+
+    /// The paragraph at the end of a help page.
+    pub fn help(self) -> String {
+        let mut text = format!(
+            "ACL rules that the user needs on the server (ACL SETUSER <user> on ><password> …):\n  {}\n",
+            self.rules()
+        );
+        if !self.optional().is_empty() {
+            text.push_str(&format!("  ({})\n", self.optional()));
+        }
+        text
+    }
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
@@ -422,5 +796,60 @@ mod tests {
         assert_eq!(line_for("GET", "ERR invalid password").kind, RefusalKind::Other, "not an answer to AUTH");
         assert_eq!(line_for("CONFIG GET", "ERR Unsupported CONFIG parameter: x").kind, RefusalKind::UnknownOption);
         assert_eq!(line_for("", "").kind, RefusalKind::Other);
+    }
+
+    #[test]
+    fn the_servers_own_words_are_sorted() {
+        let table = [
+            ("NOAUTH Authentication required.", RefusalKind::NoAuth),
+            ("WRONGPASS invalid username-password pair or user is disabled.", RefusalKind::WrongPass),
+            ("ERR invalid password", RefusalKind::WrongPass),
+            (
+                "ERR AUTH <password> called without any password configured for the default user.",
+                RefusalKind::WrongPass,
+            ),
+            ("NOPERM this user has no permissions to run the 'psync' command", RefusalKind::NoPerm),
+            ("LOADING Redis is loading the dataset in memory", RefusalKind::Loading),
+            ("NOMASTERLINK Can't SYNC while not connected with my master", RefusalKind::NoMasterLink),
+            ("READONLY You can't write against a read only replica.", RefusalKind::ReadOnly),
+            ("BUSY Redis is busy running a script.", RefusalKind::Busy),
+            ("OOM command not allowed when used memory > 'maxmemory'.", RefusalKind::OutOfMemory),
+            ("ERR unknown command 'FUNCTION', with args beginning with: ", RefusalKind::Unknown),
+            ("ERR wrong number of arguments for 'get' command", RefusalKind::OwnMistake),
+            ("ERR value is not an integer or out of range", RefusalKind::Other),
+            ("", RefusalKind::Other),
+        ];
+        for (text, kind) in table {
+            assert_eq!(line_for("AUTH", text).kind, kind, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_missing_permission_names_the_rules_of_the_task() {
+        let error = ServerError::Refused {
+            server: "redis://a:1".into(),
+            command: "PSYNC".into(),
+            kind: RefusalKind::NoPerm,
+            text: "NOPERM no".into(),
+            task: Task::Source,
+        };
+        assert!(error.to_string().contains("+replconf +psync"), "{error}");
+    }
+
+    #[test]
+    fn foreign_bytes_are_shown_on_one_short_line() {
+        assert_eq!(Shortened(b"can't\r\nb\xff").to_string(), "can't\\r\\nb\\xff");
+        assert!(Shortened(&[b'x'; 1000]).to_string().ends_with("x…"));
+        assert_eq!(Shortened(&[b'x'; SHOWN_BYTES]).to_string().len(), SHOWN_BYTES);
+    }
+
+    #[test]
+    fn the_manual_lists_the_rules_of_every_task() {
+        let manual = include_str!("../../docs/reference/acl.md");
+        for task in Task::ALL {
+            // A bar in a table cell is escaped there.
+            let row = format!("| `{}` | `{}` |", task.command(), task.rules().replace('|', "\\|"));
+            assert!(manual.contains(&row), "docs/reference/acl.md lacks {row}");
+        }
     }
 }

@@ -23,7 +23,7 @@ use super::capture::Method;
 use super::machine::{Session, Stage};
 use super::tables::expected;
 use super::{Incoming, Source};
-use remora_process::progress::tracker::{Look, Tracker, known};
+use remora_process::progress::{Look, Tracker, known};
 
 /// How often the server is asked how far it is, and replicas are told. Its child reports once a second.
 const ASK_EVERY: Duration = Duration::from_secs(1);

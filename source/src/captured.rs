@@ -18,11 +18,11 @@ use tokio::sync::mpsc::Sender;
 
 use super::{Incoming, Source};
 use crate::options::{Beside, Target};
+use remora_process::AbortOnDrop;
 use remora_process::events;
 use remora_process::exit::{Code, Failure};
-use remora_process::tasks::AbortOnDrop;
 use remora_server::sentinel::Sentinels;
-use remora_server::sentinel::choice::{self, Candidate};
+use remora_server::sentinel::{self, Candidate};
 use remora_server::{Facts, HostPort, Role, Server};
 
 /// How often the Sentinels and the server are asked. A fail-over takes some seconds.
@@ -68,7 +68,7 @@ impl Captured {
         let group = Group { sentinels, beside, like: open(&primary)? };
         let server = match group.beside {
             Beside::Primary => group.like.clone(),
-            Beside::Replica => choice::least_behind(&group.sentinels, &group.like).await?.server,
+            Beside::Replica => sentinel::least_behind(&group.sentinels, &group.like).await?.server,
         };
         tracing::info!(server = %server.url(), %primary, name = group.sentinels.name(), "found by the Sentinels");
         let present = Present { server, primary: Some(primary) };
@@ -94,7 +94,7 @@ impl Captured {
     /// replica can take its place.
     pub(super) async fn for_a_snapshot(&self) -> Server {
         if let Some(group) = &self.group
-            && let Ok(facts) = choice::look(&self.server()).await
+            && let Ok(facts) = sentinel::look(&self.server()).await
             && group.is_misplaced(&facts)
             && let Some(candidate) = group.another(None).await
         {
@@ -128,7 +128,7 @@ impl Group {
     /// Another server to sit beside, if there is one. `primary`: where it is, if that was just asked.
     async fn another(&self, primary: Option<HostPort>) -> Option<Candidate> {
         let found = match self.beside {
-            Beside::Replica => choice::least_behind(&self.sentinels, &self.like).await.map_err(Failure::from),
+            Beside::Replica => sentinel::least_behind(&self.sentinels, &self.like).await.map_err(Failure::from),
             Beside::Primary => self.at_the_primary(primary).await,
         };
         found.inspect_err(|failure| tracing::debug!("{failure}")).ok()
@@ -140,7 +140,7 @@ impl Group {
             None => self.sentinels.primary().await?,
         };
         let server = self.like.at(&address.host, address.port);
-        let facts = choice::look(&server).await?;
+        let facts = sentinel::look(&server).await?;
         match self.is_misplaced(&facts) {
             true => Err(Failure::passing(Code::Server, format!("{address} is not a primary yet"))),
             false => Ok(Candidate { address, server, facts }),
@@ -203,7 +203,7 @@ impl Watch {
     /// Looks at the server. Returns the facts of another one that has taken its place.
     async fn look(&mut self, primary: Option<HostPort>) -> Option<Facts> {
         let server = self.captured.server();
-        let facts = choice::look(&server).await;
+        let facts = sentinel::look(&server).await;
         // A capture has found it out before.
         if server.url() != self.told.url()
             && let Ok(facts) = facts
@@ -219,7 +219,7 @@ impl Watch {
             other => {
                 let unwell = match (other, self.group.beside) {
                     (Err(error), _) => Some(error.to_string()),
-                    (Ok(facts), Beside::Replica) => choice::suits(facts).err(),
+                    (Ok(facts), Beside::Replica) => sentinel::suits(facts).err(),
                     (Ok(_), Beside::Primary) => None,
                 };
                 let Some(unwell) = unwell else {

@@ -17,11 +17,11 @@ use super::server_settings::Tuning;
 use super::tables::{JOURNAL_REGION, SNAPSHOT_REGION};
 use super::{Source, exports, presence};
 use crate::options::{Options, SourceFile};
-use remora_base::moment::Moment;
+use remora_base::units::Moment;
 use remora_base::units::Size;
+use remora_process::blocking;
 use remora_process::events;
 use remora_process::exit::{Code, Failure};
-use remora_process::tasks::blocking;
 use remora_server::own_changes::why_not_as_its_primary;
 use remora_server::{Facts, Server};
 

@@ -11,8 +11,8 @@ use super::bases::{self, Candidate, Data, Known, World};
 use super::capture::{Tried, candidate, of_the_server};
 use super::machine::Format;
 use super::{Incoming, Source};
-use remora_process::stored::{Found, Stored};
-use remora_process::tasks::{AbortOnDrop, blocking};
+use remora_process::rdb_file::{Found, Stored};
+use remora_process::{AbortOnDrop, blocking};
 
 /// What the loop knows.
 #[derive(Default)]

@@ -100,13 +100,13 @@ use self::topology::{Joining, Topology, Witness};
 use remora_base::pace::Backoff;
 use remora_conversation::{Connection, Endpoint, Fault, listener};
 use remora_metrics::{Scrape, Site};
+use remora_process::AbortOnDrop;
 use remora_process::exit::Failure;
-use remora_process::patience::Patience;
+use remora_process::exit::Patience;
+use remora_process::rdb_file::Found;
 use remora_process::service::Service;
 use remora_process::signals::{self, Signals};
-use remora_process::stored::Found;
-use remora_process::tasks::AbortOnDrop;
-use remora_process::{events, host_memory};
+use remora_process::{events, host};
 use remora_server::Facts;
 
 /// Runs a source until SIGINT or SIGTERM stops it.
@@ -142,7 +142,7 @@ struct Mailboxes {
 async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
     let security = options.tokens.security().clone();
     preparation::check(options.max_replicas)?;
-    host_memory::check("--memory", options.tables.memory)?;
+    host::check_memory("--memory", options.tables.memory)?;
     let mut patience = Patience::new(options.wait_for_server, WAIT_FOR_SERVER);
     let (captured, facts, methods) = patience.keep_trying(async || captures::first_look(&options).await).await?;
     let server = captured.server();

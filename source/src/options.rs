@@ -11,7 +11,7 @@ use remora_conversation::tokens::TokenFiles;
 use remora_conversation::transports::{RdmaOffer, UploadLimit};
 use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
-use remora_process::stored::Stored;
+use remora_process::rdb_file::Stored;
 use remora_server::sentinel::Sentinels;
 use remora_server::{HostPort, Server};
 

@@ -29,7 +29,7 @@ use super::presence::Lookout;
 use super::server_settings::OutputBuffer;
 use super::tables::expected;
 use super::{Incoming, Source, status};
-use remora_server::pins::rules::Travellers;
+use remora_server::pins::Travellers;
 use remora_server::{Client, Pins, Position};
 
 /// The shortest time between two questions to the primary about hand-offs: little beside a hand-off, and long beside

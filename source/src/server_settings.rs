@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use crate::options::TuningOptions;
 use remora_base::pace::Growth;
 use remora_base::units::Size;
+use remora_process::AbortOnDrop;
 use remora_process::exit::Failure;
 use remora_process::record::{self, Record};
-use remora_process::tasks::AbortOnDrop;
 use remora_server::{Client, Facts, OutputLimit, Server, ServerError};
 
 // Tuning: two settings of the server that make a snapshot slow, changed for the moment of the fork (`--tune-server`).

@@ -20,10 +20,10 @@ use super::machine::{self, Format, Stage};
 use super::tables::{JOURNAL_REGION, RemoteTables, SNAPSHOT_REGION, Tables};
 use crate::options::{Compress, Options};
 use remora_conversation::{Security, listener};
+use remora_process::blocking;
 use remora_process::events;
 use remora_process::exit::Failure;
 use remora_process::service::Store;
-use remora_process::tasks::blocking;
 
 // Kept: a snapshot that outlives this process, in the descriptor store of systemd.
 //

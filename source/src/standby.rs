@@ -36,9 +36,9 @@ use remora_base::pace::Backoff;
 use remora_base::units::Size;
 use remora_conversation::tokens::Credentials;
 use remora_conversation::transports::{RdmaEnd, RdmaRead, TransportChoice};
+use remora_process::AbortOnDrop;
 use remora_process::events;
 use remora_process::exit::Failure;
-use remora_process::tasks::AbortOnDrop;
 use remora_server::HostPort;
 
 /// How often the first source is told how far the copy is.

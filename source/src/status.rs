@@ -16,8 +16,8 @@ use super::{Incoming, Source, exports};
 use remora_base::units::Size;
 use remora_metrics::register::Family;
 use remora_metrics::{Agent, Families, Scrape, Site, register as all};
-use remora_process::progress::tracker::WHOLE;
-use remora_process::progress::words::{Unit, in_progress};
+use remora_process::progress::WHOLE;
+use remora_process::progress::{Unit, in_progress};
 use remora_server::{Facts, Link, Role};
 
 /// The report that `remora status` shows.

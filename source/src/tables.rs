@@ -9,10 +9,10 @@ use remora_table::{Algorithm, Geometry, SealKey};
 use remora_wire::derive;
 
 use crate::options::{Compress, ModuleCapture, ModuleOptions, Options, TableOptions};
-use remora_base::random::Random;
+use remora_base::pace::Random;
 use remora_base::units::Size;
 use remora_process::exit::Failure;
-use remora_process::{host_memory, service};
+use remora_process::{host, service};
 use remora_server::{Facts, ServerUrl};
 
 /// The memory of a region.
@@ -160,7 +160,7 @@ impl Tables {
             (false, None) => "",
         };
         let remedy = match enough(options, facts, self.is_sealed()) {
-            Some(enough) if host_memory::check("--memory", enough).is_ok() => {
+            Some(enough) if host::check_memory("--memory", enough).is_ok() => {
                 format!("; --memory {enough} keeps it whole")
             }
             Some(enough) => format!("; --memory {enough} would keep it whole, and there is less than that here"),
@@ -266,7 +266,7 @@ fn remote_memory(name: &str, geometry: &Geometry) -> Result<Arc<Memory>, Failure
 }
 
 pub(super) fn no_memory(error: impl std::fmt::Display) -> Failure {
-    let why = host_memory::why_none();
+    let why = host::why_none();
     Failure::local(format!("cannot allocate the memory for the tables: {error}; give a smaller --memory{why}"))
 }
 

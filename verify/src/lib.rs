@@ -38,7 +38,7 @@ use self::pair::{Functions, Pair, Side};
 use self::scan::Scan;
 use remora_base::units::counted;
 use remora_process::exit::{Code, Failure};
-use remora_process::patience::{Patience, RETRY_FOR};
+use remora_process::exit::{Patience, RETRY_FOR};
 use remora_process::progress::{Meter, Unit};
 use remora_server::{Facts, Login, ServerError, Task};
 

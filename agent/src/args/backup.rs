@@ -7,11 +7,11 @@ use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use remora_backup::{BackupOptions, JournalOptions, LEAST_FILE, Location, Pass, RestoreOptions};
 
-use super::stored::StoreArgs;
+use super::source::StoreArgs;
 use super::{MetricsArgs, MetricsFileArgs, SnapshotFromArgs, Words, one_of};
 use crate::exit::{self, Code, Failure};
 use crate::units::{Size, parse_duration};
-use remora_base::moment::Moment;
+use remora_base::units::Moment;
 
 /// The arguments of `remora backup`.
 #[derive(Clone, Debug, Args)]

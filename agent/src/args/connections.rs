@@ -1,22 +1,29 @@
-//! The options of every agent's connections: what protects them, which peers there are, how fast they get slots, by
-//! which RDMA devices, and what is shown to those who watch.
+//! The options of every agent's connections: which server and how to log in, which Sentinels, what protects the
+//! connections to peers, which peers there are, how fast they get slots, by which RDMA devices, and what is shown to
+//! those who watch.
 
+use std::ffi::{OsStr, OsString};
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use clap::Args;
-use remora_fabric::verbs::CompletionMode;
-use remora_replica::LinkTls;
-use remora_wire::is_printable;
+use clap::builder::TypedValueParser;
+use clap::error::{Error, ErrorKind};
+use clap::{Arg, Args, Command};
 use rustls::pki_types::ServerName;
 
-use super::{SentinelArgs, Words, one_of, parse_ip, parse_listen};
-use crate::conversation::certificates::{CertificateFiles, CertificateRoles, Certificates, MTLS_OPTIONS};
+use super::{HostPort, Words, one_of, parse_ip, parse_listen};
+use crate::conversation::security::{CertificateFiles, CertificateRoles, Certificates, MTLS_OPTIONS};
 use crate::conversation::tokens::{Credentials, TokenFiles};
 use crate::conversation::{Mode, Security, SourceKey};
 use crate::exit::{Code, Failure};
+use crate::sentinel::{MOST_SENTINELS, Sentinels};
 use crate::transports::{RdmaEnd, RdmaOffer, RdmaRead};
 use crate::units::{Size, UnitError};
+use remora_base::x509::Fingerprint;
+use remora_fabric::verbs::CompletionMode;
+use remora_replica::LinkTls;
+use remora_server::{Login, Password, Server, ServerUrl, SetupError, Task, TlsOptions, UrlError};
+use remora_wire::is_printable;
 
 // The options that say what protects the connections between agents.
 
@@ -384,6 +391,7 @@ fn parse_piece(text: &str) -> Result<Size, String> {
 
 /// The smallest piece, one page: below it the requests cost more than the bytes.
 const LEAST_PIECE: u64 = 4 << 10;
+
 /// The largest piece: every device accepts it in one request.
 const LARGEST_PIECE: u64 = 1 << 30;
 
@@ -444,8 +452,254 @@ fn parse_file(text: &str) -> Result<PathBuf, String> {
     }
 }
 
+// The options that name the Sentinels of a group of servers.
+
+/// The Sentinels that know where a primary is.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Sentinel")]
+pub struct SentinelArgs {
+    /// Sentinels that know where the primary is, separated by commas. They are asked one after another, each for 2 s at
+    /// most, until one answers. rediss://HOST:PORT uses TLS.
+    #[arg(long = "sentinel", value_name = "HOST:PORT,…", value_delimiter = ',', value_parser = SentinelParser, requires = "sentinel_name")]
+    pub sentinels: Vec<ServerUrl>,
+
+    /// The name of the primary at the Sentinels (`sentinel monitor NAME …`).
+    #[arg(long, value_name = "NAME", requires = "sentinels")]
+    pub sentinel_name: Option<String>,
+
+    /// ACL user to log in as at the Sentinels. Without it, the password belongs to the user `default`.
+    #[arg(long, value_name = "NAME", requires = "sentinel_password_file")]
+    pub sentinel_user: Option<String>,
+
+    /// File whose first line is the password for the Sentinels; others than owner and group must not be able to read
+    /// it. The servers' password is never sent to a Sentinel.
+    #[arg(long, value_name = "FILE", requires = "sentinels")]
+    pub sentinel_password_file: Option<PathBuf>,
+
+    /// Certificates (PEM) of the authorities to trust for rediss:// Sentinels, instead of the system's.
+    #[arg(long, value_name = "FILE", requires = "sentinels")]
+    pub sentinel_tls_ca: Option<PathBuf>,
+
+    /// Client certificate chain (PEM), for Sentinels with `tls-auth-clients yes`.
+    #[arg(long, value_name = "FILE", requires = "sentinel_tls_key")]
+    pub sentinel_tls_cert: Option<PathBuf>,
+
+    /// Private key (PEM) of that certificate.
+    #[arg(long, value_name = "FILE", requires = "sentinel_tls_cert")]
+    pub sentinel_tls_key: Option<PathBuf>,
+
+    /// The name to expect in the Sentinels' certificates, if not the hosts of their addresses.
+    #[arg(long, value_name = "NAME", requires = "sentinels")]
+    pub sentinel_tls_server_name: Option<String>,
+
+    /// The fingerprint of a Sentinel's certificate, instead of a name and an authority. May be repeated: one for each
+    /// certificate.
+    #[arg(
+        long = "sentinel-tls-pin",
+        value_name = "sha256:HEX",
+        requires = "sentinels",
+        conflicts_with = "sentinel_tls_server_name"
+    )]
+    pub sentinel_tls_pins: Vec<Fingerprint>,
+}
+
+impl SentinelArgs {
+    /// Whether Sentinels are named.
+    pub fn is_given(&self) -> bool {
+        !self.sentinels.is_empty()
+    }
+
+    /// Reads the named files and prepares connections; `None` if no Sentinel is named. It sends nothing.
+    ///
+    /// # Errors
+    /// A file cannot be used, or the options contradict each other.
+    pub(crate) fn open(&self) -> Result<Option<Sentinels>, Failure> {
+        let Some(name) = self.sentinel_name.clone().filter(|_| self.is_given()) else { return Ok(None) };
+        if self.sentinels.len() > MOST_SENTINELS {
+            return Err(Failure::refused(format!(
+                "--sentinel names {} Sentinels: give {MOST_SENTINELS} at most",
+                self.sentinels.len()
+            )));
+        }
+        let password = self.sentinel_password_file.as_deref().map(Password::read_file).transpose()?;
+        let credentials =
+            remora_server::Credentials { user: self.sentinel_user.clone().map(String::into_bytes), password };
+        let tls = TlsOptions {
+            ca: self.sentinel_tls_ca.clone(),
+            certificate: self.sentinel_tls_cert.clone(),
+            key: self.sentinel_tls_key.clone(),
+            server_name: self.sentinel_tls_server_name.clone(),
+            pins: self.sentinel_tls_pins.clone(),
+            prefix: "sentinel-",
+        };
+        let server = |url: &ServerUrl| Server::new(url.clone(), credentials.clone(), &tls, Task::Sentinel);
+        let servers = self.sentinels.iter().map(server).collect::<Result<_, SetupError>>()?;
+        Ok(Some(Sentinels::new(servers, name)))
+    }
+}
+
+/// Parses `HOST:PORT` or `rediss://HOST:PORT`. clap's own message would repeat the argument, which may contain a
+/// password.
+#[derive(Clone, Copy, Debug)]
+struct SentinelParser;
+
+impl TypedValueParser for SentinelParser {
+    type Value = ServerUrl;
+
+    fn parse_ref(&self, command: &Command, argument: Option<&Arg>, value: &OsStr) -> Result<ServerUrl, Error> {
+        parse_sentinel(&value.to_string_lossy()).map_err(|cause| {
+            let argument = argument.map(|argument| format!(" for '{argument}'")).unwrap_or_default();
+            Error::raw(ErrorKind::ValueValidation, format!("invalid address{argument}: {cause}\n")).with_cmd(command)
+        })
+    }
+}
+
+fn parse_sentinel(text: &str) -> Result<ServerUrl, String> {
+    if !text.contains("://") {
+        let HostPort { host, port } = text.parse()?;
+        return Ok(ServerUrl::tcp(host, port));
+    }
+    let url: ServerUrl = text.parse().map_err(|error: remora_server::UrlError| error.to_string())?;
+    match url.host_and_port() {
+        Some(_) if url.database() == 0 => Ok(url),
+        _ => Err("a Sentinel is at HOST:PORT, or at rediss://HOST:PORT with TLS".to_owned()),
+    }
+}
+
+// The options that name a server and its login.
+
+/// `--server` and its login.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Server")]
+pub struct ServerArgs {
+    /// redis://HOST:PORT, rediss://HOST:PORT (TLS) or unix:///PATH. Without a port: 6379.
+    #[arg(long, value_name = "URL", value_parser = UrlParser)]
+    pub server: ServerUrl,
+
+    /// ACL user to log in as. Without it, a password belongs to the user `default`.
+    #[arg(long, value_name = "NAME")]
+    pub user: Option<String>,
+
+    /// File whose first line is the password. Others than owner and group must not be able to read it. Without it, the
+    /// environment variable REMORA_PASSWORD counts. Passwords are never taken from the command line.
+    #[arg(long, value_name = "FILE")]
+    pub password_file: Option<PathBuf>,
+
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub tls: TlsArgs,
+}
+
+/// How to connect to a `rediss://` server.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "TLS to the server")]
+pub struct TlsArgs {
+    /// Certificates (PEM) of the authorities to trust, instead of the system's.
+    #[arg(long, value_name = "FILE")]
+    pub tls_ca: Option<PathBuf>,
+
+    /// Client certificate chain (PEM), for servers with `tls-auth-clients yes`.
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// Private key (PEM) of the client certificate.
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+
+    /// The name to expect in the server's certificate, if not the host of its address. Servers at other addresses, such
+    /// as the primary, may have a certificate for this name or for their host. For connections to servers; those
+    /// between agents have --source-name and --peer-name.
+    #[arg(long, value_name = "NAME")]
+    pub tls_server_name: Option<String>,
+
+    /// The fingerprint of the server's certificate, as `openssl x509 -noout -fingerprint -sha256` prints it, instead of
+    /// a name and an authority: for certificates that no name fits. May be repeated, also for the primary's
+    /// certificate. For connections to servers; those between agents have --source-key.
+    #[arg(long = "tls-pin", value_name = "sha256:HEX", conflicts_with = "tls_server_name")]
+    pub tls_pins: Vec<Fingerprint>,
+}
+
+/// Parses an address from the command line. clap's own message would repeat the argument, which may contain a password.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UrlParser;
+
+impl TypedValueParser for UrlParser {
+    type Value = ServerUrl;
+
+    fn parse_ref(&self, command: &Command, argument: Option<&Arg>, value: &OsStr) -> Result<ServerUrl, Error> {
+        value.to_string_lossy().parse().map_err(|error: UrlError| {
+            let argument = argument.map(|argument| format!(" for '{argument}'")).unwrap_or_default();
+            Error::raw(ErrorKind::ValueValidation, format!("invalid address{argument}: {error}\n")).with_cmd(command)
+        })
+    }
+}
+
+impl ServerArgs {
+    /// Reads the named files and prepares connections to the server. It sends nothing.
+    pub fn open(&self, task: Task) -> Result<Server, SetupError> {
+        self.login().open(task)
+    }
+
+    /// The options without their clap attributes.
+    pub(crate) fn login(&self) -> Login {
+        Login {
+            url: self.server.clone(),
+            user: self.user.clone(),
+            password_file: self.password_file.clone(),
+            tls: self.tls.options(),
+        }
+    }
+}
+
+impl TlsArgs {
+    /// Prepares connections to one of several servers to which these options apply. One without TLS has no use for
+    /// them, which is not an error.
+    pub(crate) fn open(
+        &self,
+        url: &ServerUrl,
+        user: Option<&str>,
+        password_file: Option<&Path>,
+        task: Task,
+    ) -> Result<Server, SetupError> {
+        self.login(url, user, password_file).open(task)
+    }
+
+    /// The same, before anything is read.
+    pub(crate) fn login(&self, url: &ServerUrl, user: Option<&str>, password_file: Option<&Path>) -> Login {
+        Login {
+            url: url.clone(),
+            user: user.map(str::to_owned),
+            password_file: password_file.map(Path::to_owned),
+            tls: if url.is_tls() { self.options() } else { TlsOptions::default() },
+        }
+    }
+
+    /// The options as words of a command line, for a process that connects to the same server.
+    pub(crate) fn words(&self) -> Vec<OsString> {
+        let files = [("--tls-ca", &self.tls_ca), ("--tls-cert", &self.tls_cert), ("--tls-key", &self.tls_key)];
+        let files = files.into_iter().filter_map(|(name, file)| Some((name, file.as_ref()?.clone().into_os_string())));
+        let names = self.tls_server_name.iter().map(|name| ("--tls-server-name", name.into()));
+        let pins = self.tls_pins.iter().map(|pin| ("--tls-pin", pin.to_string().into()));
+        files.chain(names).chain(pins).flat_map(|(option, value)| [option.into(), value]).collect()
+    }
+
+    /// The TLS options without their clap attributes.
+    pub fn options(&self) -> TlsOptions {
+        TlsOptions {
+            ca: self.tls_ca.clone(),
+            certificate: self.tls_cert.clone(),
+            key: self.tls_key.clone(),
+            server_name: self.tls_server_name.clone(),
+            pins: self.tls_pins.clone(),
+            prefix: "",
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     #[test]
@@ -461,6 +715,22 @@ mod tests {
         assert_eq!(parse_file("/a/b.prom").as_deref(), Ok(Path::new("/a/b.prom")));
         for wrong in ["/a/b", "b.txt", ".prom", ""] {
             assert!(parse_file(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_sentinel_is_a_host_with_a_port_or_an_address_with_tls() {
+        let table = [
+            ("10.0.0.1:26379", "redis://10.0.0.1:26379"),
+            ("[fd00::1]:26379", "redis://[fd00::1]:26379"),
+            ("rediss://s1:26380", "rediss://s1:26380"),
+        ];
+        for (typed, shown) in table {
+            assert_eq!(parse_sentinel(typed).unwrap().to_string(), shown);
+        }
+        for wrong in ["s1", "s1:0", "unix:///s", "redis://s1:1/2", "redis://user:secret@s1:1", "user:secret@s1:1"] {
+            let why = parse_sentinel(wrong).unwrap_err();
+            assert!(!why.contains("secret"), "{why}");
         }
     }
 }

@@ -11,8 +11,8 @@ use remora_backup::{FetchOptions, MountOptions, PassOn, ReplicaOf, SnapshotFrom}
 use remora_base::files::Placing;
 
 use super::connections::{LenderNameArgs, open_tokens};
+use super::connections::{TlsArgs, UrlParser};
 use super::replica::parse_memory;
-use super::server::{TlsArgs, UrlParser};
 use super::{MetricsFileArgs, Plain, ReplicaNameArgs, SecurityArgs, SentinelArgs, SourceKeyArgs};
 use crate::exit::{self, Code, Failure};
 use crate::reader::data_set::DataSet;

@@ -3,20 +3,14 @@
 //! Each command has a help page: what it does, examples, exit codes, ACL rules. Nothing here runs a command:
 //! [`crate::commands`] does.
 
-mod attend;
 mod backup;
 mod cluster;
 mod connections;
 mod fetch;
 mod help;
 mod inspect;
-mod migrate;
 mod replica;
-mod sentinel;
-mod server;
 mod source;
-mod stored;
-mod tools;
 mod volume;
 
 use std::ffi::OsString;
@@ -26,33 +20,33 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 pub use remora_server::HostPort;
 
-pub use self::attend::{
-    AddArgs, AttendArgs, InterceptAction, InterceptArgs, InterceptPortArgs, PRIMARY_PORT, ShowArgs,
-};
 pub use self::backup::{BackupArgs, RestoreArgs};
 pub use self::cluster::{
     ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterMigrateArgs, ClusterPlanArgs, ClusterSourcesArgs,
     ClusterStatusArgs, ClusterSyncArgs, Renew,
 };
+pub use self::cluster::{DigestUse, EndsArgs, MigrateArgs, SwitchArgs, VerifyArgs};
+pub use self::connections::SentinelArgs;
 pub use self::connections::{
     LenderNameArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEndArgs, RdmaOfferArgs,
     RdmaReadArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs,
 };
+pub use self::connections::{ServerArgs, TlsArgs};
 pub use self::fetch::{
     ClusterNodeArgs, FetchArgs, PassOnArgs, SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs,
 };
 pub(crate) use self::help::{in_our_words, rare_of};
 pub use self::inspect::{AskArgs, DevicesArgs, PlanArgs, PlannedSecurity, ProbeArgs, ReadArgs, ReadyArgs, StatusArgs};
-pub use self::migrate::{DigestUse, EndsArgs, MigrateArgs, SwitchArgs, VerifyArgs};
-pub use self::replica::{DeliveryArgs, LendArgs, ModuleLoad, RelayArgs, ReplicaArgs};
-pub use self::sentinel::SentinelArgs;
-pub use self::server::{ServerArgs, TlsArgs};
-pub use self::source::{CapturedArgs, FastKeys, SourceArgs, TuneArgs, WalkArgs};
-pub use self::stored::{BaseArgs, StoreArgs};
-pub use self::tools::{
+pub use self::inspect::{
     ConfigAction, ConfigArgs, GenerateArgs, Generated, LayoutArgs, LoadArgs, ModuleArgs, ModuleQuestion, TokenAction,
     TokenCommandArgs, ValueType,
 };
+pub use self::replica::{
+    AddArgs, AttendArgs, InterceptAction, InterceptArgs, InterceptPortArgs, PRIMARY_PORT, ShowArgs,
+};
+pub use self::replica::{DeliveryArgs, LendArgs, ModuleLoad, RelayArgs, ReplicaArgs};
+pub use self::source::{BaseArgs, StoreArgs};
+pub use self::source::{CapturedArgs, FastKeys, SourceArgs, TuneArgs, WalkArgs};
 pub use self::volume::{
     CreateArgs, FormatArgs, GrowArgs, MountArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs,
     VolumeAction, VolumeArgs, VolumeSecurityArgs, VolumeStatusArgs, WaysArgs, WriterArgs,

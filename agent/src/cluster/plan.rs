@@ -16,7 +16,7 @@ use crate::reader::source::join;
 use crate::server::{Facts, Task};
 use crate::units::{Size, counted, readable};
 use crate::{progress, status};
-use remora_replica::estimate::BACKLOG_SECONDS;
+use remora_replica::prepared::BACKLOG_SECONDS;
 
 /// The plan of a cluster.
 #[derive(Debug, Serialize)]

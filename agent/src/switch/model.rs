@@ -22,7 +22,7 @@ use crate::server::{Backlog, Facts, Link, Role};
 use crate::switch::exchange::{
     Answer, End, Exchange, Follower, Mark, NOWHERE, Open, Order, Position, Seen, Side, Step, Why, closes_predecessors,
 };
-use crate::switch::look::{Standing, judge};
+use crate::switch::exchange::{Standing, judge};
 
 /// All times are in microseconds of the model.
 const MILLI: u64 = 1_000;
@@ -1059,7 +1059,7 @@ impl World {
 mod tests {
     use super::*;
     use remora_base::mutation::Mutation;
-    use remora_base::random;
+    use remora_base::pace;
 
     /// Schedules that `make test` plays, and `make test-all`.
     const SCHEDULES: usize = 1_000;
@@ -1081,7 +1081,7 @@ mod tests {
 
     fn what_must_hold_does(first: u64, schedules: usize) {
         let mut reached = BTreeMap::new();
-        for seed in random::Random::seeded(first).draws().take(schedules) {
+        for seed in pace::Random::seeded(first).draws().take(schedules) {
             let world = play(seed);
             let last = world.log.len().saturating_sub(60);
             assert_eq!(world.finding, None, "seed {seed}:\n{}", world.log[last..].join("\n"));
@@ -1111,7 +1111,7 @@ mod tests {
     #[track_caller]
     fn is_found(mutation: Mutation, as_what: &str) {
         let began = Instant::now();
-        for (number, seed) in random::Random::seeded(23).draws().enumerate() {
+        for (number, seed) in pace::Random::seeded(23).draws().enumerate() {
             Mutation::set(Some(mutation));
             let finding = play(seed).finding;
             Mutation::set(None);

@@ -17,16 +17,16 @@ use remora_volume::nbd::VolumeServer;
 use remora_volume::wire::Run;
 use remora_volume::writer::End;
 
-use super::opening::{IS_OPENED, Opening, ended, files_failure};
 use super::servers::Shown;
+use super::servers::{IS_OPENED, Opening, ended, files_failure};
 use crate::args::{MountArgs, NbdArgs, NbdTlsArgs};
-use crate::conversation::certificates::{CertificateFiles, CertificateRoles, Certificates};
+use crate::conversation::security::{CertificateFiles, CertificateRoles, Certificates};
 use crate::events;
 use crate::exit::Failure;
 use crate::metrics::{Agent, Scrape, Scrapes, Watch};
 use crate::service::Service;
 use crate::signals::{self, Signals};
-use crate::tasks::blocking;
+use remora_process::blocking;
 
 /// How often the end of the volume or of the mount is looked for. Processes are told at once; this only ends this one.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

@@ -7,15 +7,12 @@
 //! - `lifecycle`, `clients`, `health`: the other subcommands.
 
 mod clients;
-mod file;
 mod health;
-mod lifecycle;
-mod opening;
 mod servers;
 
 use crate::args::{VolumeAction, VolumeArgs};
 use crate::exit::Failure;
-use crate::tasks::blocking;
+use remora_process::blocking;
 
 /// Runs `remora volume`.
 ///
@@ -24,14 +21,14 @@ use crate::tasks::blocking;
 pub async fn run(args: VolumeArgs) -> Result<(), Failure> {
     match args.action {
         VolumeAction::Serve(args) => servers::run(args).await,
-        VolumeAction::Create(args) => blocking(move || lifecycle::create(&args)).await,
+        VolumeAction::Create(args) => blocking(move || health::create(&args)).await,
         VolumeAction::Status(args) => blocking(move || health::status(&args)).await,
         VolumeAction::Scrub(args) => blocking(move || health::scrub(&args)).await,
         VolumeAction::Repair(args) => health::repair(args).await,
-        VolumeAction::Grow(args) => blocking(move || lifecycle::grow(&args)).await,
-        VolumeAction::Remove(args) => blocking(move || lifecycle::remove(&args)).await,
+        VolumeAction::Grow(args) => blocking(move || health::grow(&args)).await,
+        VolumeAction::Remove(args) => blocking(move || health::remove(&args)).await,
         VolumeAction::Nbd(args) => clients::nbd(args).await,
-        VolumeAction::Format(args) => lifecycle::format(args).await,
+        VolumeAction::Format(args) => health::format(args).await,
         VolumeAction::Mount(args) => clients::mount(args).await,
     }
 }

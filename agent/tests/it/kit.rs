@@ -21,9 +21,7 @@ use tempfile::TempDir;
 
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::workload::Options;
-use remora_lab::{
-    Agent, Cluster, Host, Kind, Random, Sentinels, Server, Workload, cluster, require, scratch, sentinel,
-};
+use remora_lab::{Agent, Cluster, Host, Kind, Random, Sentinels, Server, Workload, require, scratch, sentinel};
 
 /// Time limit that only a broken machine exceeds.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
@@ -663,7 +661,7 @@ pub(crate) fn fill_cluster(cluster: &Cluster, keys: usize, seed: u64) {
 
 /// A node's name in its cluster.
 pub(crate) fn id(server: &Server) -> String {
-    cluster::id(server).unwrap()
+    sentinel::id(server).unwrap()
 }
 
 // Data sets of a known size, which no server compresses.

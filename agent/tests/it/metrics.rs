@@ -13,9 +13,7 @@ use serde_json::Value;
 
 use crate::kit::{LONG, Source, Stage, at_once, ends, fill, fill_keys, primary, quick, says, succeeds};
 use crate::volume::commands::Scene;
-use remora_lab::browser::{Browser, View};
-use remora_lab::http::{self, Page};
-use remora_lab::prometheus::{self, promtool};
+use remora_lab::browser::{self, Browser, Page, View, promtool};
 use remora_lab::server::wait_until;
 use remora_lab::{Prometheus, Server, require, scratch};
 
@@ -29,7 +27,7 @@ pub(crate) fn free_address() -> SocketAddr {
 }
 
 pub(crate) fn get(address: SocketAddr, path: &str) -> Page {
-    http::get(address, path, OPENMETRICS).unwrap()
+    browser::get(address, path, OPENMETRICS).unwrap()
 }
 
 /// A line of the manual's tables.
@@ -79,7 +77,7 @@ fn values(text: &str) -> Vec<(String, BTreeSet<String>)> {
 /// type that its name says, and all that the manual lists for the agent are there, but perhaps those in `absent`.
 #[track_caller]
 pub(crate) fn check(agent: &str, classic: &str, is_file: bool, absent: &[&str]) {
-    let ran = prometheus::promtool(Path::new("."), &["check", "metrics"], classic).unwrap();
+    let ran = browser::promtool(Path::new("."), &["check", "metrics"], classic).unwrap();
     let said = String::from_utf8_lossy(&[ran.stdout, ran.stderr].concat()).into_owned();
     assert!(ran.status.success() && said.trim().is_empty(), "{agent}: promtool says:\n{said}\nof\n{classic}");
     let manual = manual();
@@ -111,7 +109,7 @@ pub(crate) fn check(agent: &str, classic: &str, is_file: bool, absent: &[&str]) 
 /// Checks a page in both forms.
 #[track_caller]
 fn check_page(agent: &str, address: SocketAddr, absent: &[&str]) -> String {
-    let page = http::get(address, "/metrics", CLASSIC).unwrap();
+    let page = browser::get(address, "/metrics", CLASSIC).unwrap();
     assert!(page.status == 200 && page.head.contains("version=0.0.4"), "{page:?}");
     check(agent, &page.text, false, absent);
     let page = get(address, "/metrics");
@@ -199,7 +197,7 @@ fn a_replica_is_not_ready_before_it_is_in_step_and_its_port_is_named_if_it_is_ta
         let ended = agent.ended()?;
         assert!(ended.is_none(), "{}", agent.output());
         // It listens before it asks for anything, but not at once.
-        Ok(match http::get(beside, "/metrics", OPENMETRICS) {
+        Ok(match browser::get(beside, "/metrics", OPENMETRICS) {
             Ok(page) if page.text.contains("remora_sync_phase{phase=\"transfer\"} 1.0") => Ok(page),
             Ok(page) => Err(page.text),
             Err(error) => Err(error.to_string()),

@@ -10,9 +10,9 @@ use std::time::Duration;
 use remora_redis::aof::{FileKind, Manifest as List, NamedFile};
 use rustix::fs::RenameFlags;
 
+use crate::Destination;
 use crate::archive::{self, Limits, Segments};
 use crate::commands_file::{HEAD_BYTES, checked_list, head};
-use crate::destination::Destination;
 use crate::manifest::{Damaged, Kind, Manifest};
 use crate::options::JournalOptions;
 use crate::recorder::{Files, Finished, Recorder};

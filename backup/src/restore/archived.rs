@@ -15,15 +15,15 @@ use remora_redis::rdb::crc64;
 
 use super::{AofFolder, FOLDER, Found};
 use crate::archive::{self, Segment, failure_of, missing};
+use crate::archive::{ENDING, Identities};
 use crate::commands_file::checked_list;
 use crate::manifest::{Damaged, IN_FOLDER, Kind, Manifest, newest_until};
 use crate::options::{Location, Pass, RestoreOptions};
-use crate::sealing::{ENDING, Identities};
 use crate::shelf;
 use crate::store::{self, Store};
-use remora_base::moment::Moment;
+use remora_base::units::Moment;
 use remora_process::exit::Failure;
-use remora_process::free_space;
+use remora_process::host;
 use remora_process::progress::{Meter, Unit};
 
 /// Bytes that are read at a time.
@@ -112,7 +112,7 @@ impl Archived {
         let last = wanted.iter().rposition(|segment| until.is_none_or(|until| segment.begun <= until));
         wanted.truncate(last.map_or(0, |last| last + 1));
         let total = base.bytes + wanted.iter().map(|segment| segment.bytes).sum::<u64>();
-        free_space::check("the backup", into, total)?;
+        host::check_space("the backup", into, total)?;
         let meter = Meter::start("fetched", Unit::Bytes, Some(total));
         let folder = into.join(FOLDER);
         let failed = |error: io::Error| Failure::local(format!("{}: {error}", folder.display()));
@@ -136,7 +136,7 @@ impl Archived {
     /// As [`Archived::fetch`].
     pub(super) fn fetch_snapshot(&self, into: &Path, goes_on: &dyn Fn() -> bool) -> Result<PathBuf, Failure> {
         let (base, to) = (self.base()?, into.join("dump.rdb"));
-        free_space::check("the backup", into, base.bytes)?;
+        host::check_space("the backup", into, base.bytes)?;
         let meter = Meter::start("fetched", Unit::Bytes, Some(base.bytes));
         self.object(&base, &to, &meter, goes_on)?;
         meter.finish();

@@ -22,9 +22,9 @@ use crate::manifest::{Damaged, Kind, Manifest, checked_snapshot};
 use crate::options::{Location, RestoreOptions, StoreOptions};
 use crate::shelf;
 use remora_process::exit::Failure;
-use remora_process::free_space;
+use remora_process::host;
 use remora_process::rdb_file::RdbFile;
-use remora_process::stored::{Found, Opened, Stored, StoredHead, StoredStream, head_of};
+use remora_process::rdb_file::{Found, Opened, Stored, StoredHead, StoredStream, head_of};
 
 /// How long a store that cannot be reached is tried again: replicas wait meanwhile, and there may be another base.
 const RETRY_FOR: Duration = Duration::from_secs(5);
@@ -228,7 +228,7 @@ fn stream_of(
 ) -> Result<StoredStream, Failure> {
     let path = beside.join(STREAM);
     let bytes = folder.commands().iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
-    free_space::check("the stream of a backup", beside, bytes)?;
+    host::check_space("the stream of a backup", beside, bytes)?;
     let out = File::create_new(&path).map_err(|error| Failure::local(format!("{}: {error}", path.display())))?;
     let end = write_stream(&folder.commands(), rdb.offset, &out, goes_on)?;
     Ok(StoredStream { path, end })

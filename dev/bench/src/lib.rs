@@ -13,7 +13,6 @@
 pub mod bars;
 pub mod mass;
 pub mod messenger;
-pub mod perftest;
 pub mod source;
 pub mod suite;
 pub mod sync;

@@ -15,8 +15,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use remora_lab::cluster::{Cluster, Shard};
 use remora_lab::net::Traffic;
+use remora_lab::sentinel::{Cluster, Shard};
 use remora_lab::server::wait_until;
 use remora_lab::{BitRate, Host, Kind, Net, Server, Shape, compare, scratch};
 use tempfile::TempDir;

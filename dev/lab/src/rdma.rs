@@ -11,7 +11,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use crate::error::{Doing, Error, Result};
-use crate::{notes, process};
+use crate::{process, scratch};
 
 /// A machine that is ready to boot.
 #[derive(Clone, Debug)]
@@ -124,7 +124,7 @@ impl RdmaVm {
         };
         let mut ran = run();
         if !ran.status.success() && String::from_utf8_lossy(&ran.stderr).contains(KERNEL_HUNG) {
-            notes::note(&format!(
+            scratch::note(&format!(
                 "the guest's kernel hung (this happens with Soft-RoCE of Linux 6.1), so the tests {prefix} ran again in \
                  a new machine"
             ));

@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::run::play;
-use remora_base::random::Random;
+use remora_base::pace::Random;
 
 /// Findings after which it ends early: the first ones say enough.
 const FINDINGS: usize = 10;

@@ -15,7 +15,7 @@ use super::promises::Promise;
 use super::wire::{Ask, Conn, End, Keeper, Message, ServerId};
 use super::world::{Event, World, facts};
 use remora_replica::parts::driver::PIN_SIZES;
-use remora_server::pins::rules::{Book, Bounds, Extent, KEEP_LIMIT, Link, Next, NoPin, Pin, Released, Request};
+use remora_server::pins::{Book, Bounds, Extent, KEEP_LIMIT, Link, Next, NoPin, Pin, Released, Request};
 use remora_server::{Facts, OutputLimit, Position};
 
 /// How often it is looked how much a link holds back: half as often as in the product.

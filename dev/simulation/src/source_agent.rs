@@ -21,7 +21,7 @@ use super::world::{Event, World, event_name, facts, shown};
 use remora_base::pace::Backoff;
 use remora_server::Facts;
 use remora_server::Position;
-use remora_server::pins::rules::Travellers;
+use remora_server::pins::Travellers;
 use remora_source::machine::{Action, Event as Input, Format, Machine, Report, Resume, Rules, Session};
 use remora_source::parts::Reading;
 use remora_source::parts::is_same_history;

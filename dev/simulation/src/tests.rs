@@ -7,7 +7,7 @@ use super::explore::{Limits, explain, explore};
 use super::plan::Plan;
 use super::run::play;
 use remora_base::mutation::Mutation;
-use remora_base::random::Random;
+use remora_base::pace::Random;
 
 /// How many schedules are played by `make test`, by `make test-all`, and for how long at most: a busy machine plays a
 /// few in a second.

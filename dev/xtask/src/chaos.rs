@@ -10,7 +10,7 @@
 //!
 //! What the soak does not look for: its data are large, its primaries save without a disk, and it compares digests.
 //! Here half of the primaries save to disk, half of the data sets are so small that a snapshot and the first writes
-//! arrive together, and what is compared are the values themselves (`remora_lab::contents`). A round is one draw of all
+//! arrive together, and what is compared are the values themselves (`remora_lab::compare`). A round is one draw of all
 //! that:
 //!
 //! In this order: what a round draws, its writers, and the servers and agents and what happens to them.
@@ -23,7 +23,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use std::{fmt, thread};
 
 use remora_bench::sync::Result;
-use remora_lab::contents::{Contents, differences};
+use remora_lab::compare::{Contents, differences_of};
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::{
     Agent, Client, Host, Kind, Net, Random, Server, Workload, fill_every_type, random, scratch, workload,
@@ -31,8 +31,8 @@ use remora_lab::{
 use rustix::process::Signal;
 
 use crate::demo::Which;
-use crate::show::Screen;
-use crate::stop;
+use crate::process;
+use crate::process::Screen;
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -95,7 +95,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let folder = scratch::folder("chaos")?;
         let outcome = Round::start(program.path(), folder.path(), &plan)
             .and_then(|round| round.play(&mut random, &screen, &mut totals));
-        stop::check()?;
+        process::fail_if_stopped()?;
         played += 1;
         match outcome {
             Ok(said) => screen.say(&format!("  exact: {said}; {:.0} s", round_begun.elapsed().as_secs_f64())),
@@ -557,7 +557,7 @@ impl<'p> Round<'p> {
         .map_err(|error| format!("{name}: {error}"))?;
         let (here, there) = (Contents::of(&mut one)?, Contents::of(&mut other)?);
         // A primary may keep a hash whose last field has expired (dev/testing.md): a hash without fields is absent.
-        let found = differences(&here, &there, MOST_SHOWN);
+        let found = differences_of(&here, &there, MOST_SHOWN);
         if found.is_empty() {
             return Ok(here.len());
         }
@@ -592,7 +592,7 @@ impl<'p> Round<'p> {
             .on(&self.host)
             .start()?;
         let now = Contents::of(&mut restored.client()?)?;
-        let found = differences(then, &now, MOST_SHOWN);
+        let found = differences_of(then, &now, MOST_SHOWN);
         if found.is_empty() {
             return Ok(then.len());
         }

@@ -22,7 +22,7 @@ use remora_bench::{Machine, Spread};
 use remora_lab::Kind;
 use serde::Serialize;
 
-use crate::show::{Screen, lay_out};
+use crate::process::{Screen, lay_out};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]

@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 
 use remora_agent::units::Size;
 use remora_bench::sync::{Program, Result};
-use remora_lab::pair_writer::{PairWriter, assert_has_all};
 use remora_lab::server::{self, project_root};
 use remora_lab::workload::fill_every_type;
+use remora_lab::workload::{PairWriter, assert_has_all};
 use remora_lab::{Kind, Server};
 
+use crate::process::Screen;
 use crate::process::{START_LIMIT, ended_within};
-use crate::show::Screen;
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]

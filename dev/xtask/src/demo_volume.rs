@@ -27,7 +27,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::process::{START_LIMIT, TOKEN, ended_well, started};
-use crate::show::{Screen, lay_out};
+use crate::process::{Screen, lay_out};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]

@@ -42,11 +42,8 @@
 //! - [`net`]: a test network with hosts, servers and agents. [`stop`]: Ctrl-C leaves nothing behind.
 #![forbid(unsafe_code)]
 
-mod asserting;
 mod bench;
-mod bindings;
 mod chaos;
-mod command_table;
 mod demo;
 mod demo_migrate;
 mod demo_volume;
@@ -58,11 +55,7 @@ mod net;
 mod pictures;
 mod process;
 mod prove;
-mod release;
-mod show;
 mod soak;
-mod stop;
-mod test_times;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -93,7 +86,7 @@ pub(crate) enum Command {
     /// Run the servers' own replication tests with Remora serving every full copy. Needs root.
     Judge(judge::Options),
     /// Print what the tests took, from the report of a run.
-    TestTimes(test_times::Options),
+    TestTimes(messages::TestTimesOptions),
     /// Run servers and agents for a long time under a random script of faults, and compare all data.
     Soak(soak::Options),
     /// Run the benchmarks and keep their results.
@@ -106,17 +99,17 @@ pub(crate) enum Command {
     /// Print the layout of a server's build, for `module/builds`, by watching the server.
     Layout(layout::Options),
     /// Try fast keys in a server that is built from source with its assertions and AddressSanitizer.
-    Asserting(asserting::Options),
+    Asserting(layout::AssertingOptions),
     /// Make what users install: archives, packages, images of containers, lists of crates, checksums.
     Dist(dist::Options),
     /// Make a release: version, changes, checks, commit, tag and packages. Nothing is published.
-    Release(release::Options),
+    Release(dist::ReleaseOptions),
     /// Write the table of commands that can stand in a replication stream, from what servers say of theirs.
-    Commands(command_table::Options),
+    Commands(layout::CommandsOptions),
     /// Write every sentence that remora can say into one file, for a review.
     Messages(messages::Options),
     /// Generate the types of the RDMA libraries from their headers.
-    Bindings(bindings::Options),
+    Bindings(messages::BindingsOptions),
     /// Print how long 1,000 replicas in racks take, by a model that drives the source's topology.
     Scale,
     /// Draw the crates and their dependencies; fail for an import circle, a long file or a large type, as `make check`
@@ -140,24 +133,24 @@ pub(crate) enum Command {
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
-        Command::Demo(options) => stop::or_run(move || demo::run(&options)),
-        Command::DemoMigrate(options) => stop::or_run(move || demo_migrate::run(&options)),
-        Command::DemoVolume(options) => stop::or_run(move || demo_volume::run(&options)),
-        Command::ProveFiles(options) => stop::or_run(move || prove::run(&options)),
-        Command::Chaos(options) => stop::or_run(move || chaos::run(&options)),
-        Command::Judge(options) => stop::or_run(move || judge::run(&options)),
-        Command::TestTimes(options) => test_times::run(&options),
-        Command::Soak(options) => stop::or_run(move || soak::run(&options)),
-        Command::Bench(options) => stop::or_run(move || bench::run(&options)),
+        Command::Demo(options) => process::or_run(move || demo::run(&options)),
+        Command::DemoMigrate(options) => process::or_run(move || demo_migrate::run(&options)),
+        Command::DemoVolume(options) => process::or_run(move || demo_volume::run(&options)),
+        Command::ProveFiles(options) => process::or_run(move || prove::run(&options)),
+        Command::Chaos(options) => process::or_run(move || chaos::run(&options)),
+        Command::Judge(options) => process::or_run(move || judge::run(&options)),
+        Command::TestTimes(options) => messages::run_test_times(&options),
+        Command::Soak(options) => process::or_run(move || soak::run(&options)),
+        Command::Bench(options) => process::or_run(move || bench::run(&options)),
         Command::Net(command) => net::run(command),
-        Command::Pictures(options) => stop::or_run(move || pictures::run(&options)),
+        Command::Pictures(options) => process::or_run(move || pictures::run(&options)),
         Command::Layout(options) => layout::run(&options),
-        Command::Asserting(options) => asserting::run(&options),
+        Command::Asserting(options) => layout::run_asserting(&options),
         Command::Dist(options) => dist::run(&options),
-        Command::Release(options) => release::run(&options),
-        Command::Commands(options) => command_table::run(&options),
+        Command::Release(options) => dist::run_release(&options),
+        Command::Commands(options) => layout::run_commands(&options),
         Command::Messages(options) => messages::run(&options),
-        Command::Bindings(options) => bindings::run(&options),
+        Command::Bindings(options) => messages::run_bindings(&options),
         Command::Scale => process::print_scale(),
         Command::Rooms { ties } => remora_structure::check(ties),
         Command::Man { directory } => generate(Generated::Man { directory }),
@@ -167,7 +160,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("xtask: {error}");
-            ExitCode::from(error.downcast_ref::<stop::Stopped>().map_or(1, |stopped| stopped.code()))
+            ExitCode::from(error.downcast_ref::<process::Stopped>().map_or(1, |stopped| stopped.code()))
         }
     }
 }

@@ -107,7 +107,7 @@ pub(crate) struct Percent(f64);
 pub(crate) fn run(command: Command) -> Result<()> {
     let request = match command {
         Command::Up(up) => {
-            return crate::stop::or_run(move || {
+            return crate::process::or_run(move || {
                 put_up(&Plan {
                     replicas: up.replicas,
                     rate: up.rate,

@@ -21,7 +21,7 @@ use remora_bench::sync::{Program, Result};
 use remora_lab::browser::{Browser, View};
 use remora_lab::server::project_root;
 use remora_lab::workload::Options as Writes;
-use remora_lab::{Agent, Kind, Net, Server, Workload, http, scratch};
+use remora_lab::{Agent, Kind, Net, Server, Workload, browser, scratch};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
@@ -390,7 +390,7 @@ fn take(program: &Program, folder: &Path) -> Result<()> {
             let words = ["replica", "--server", &url, "--source", &address, TOKEN, &token, "--name", name, "--stay"];
             replicas.push((server, started(program, scratch.path(), &[&words[..], &["--transport", "tcp"]].concat())?));
         }
-        let shown: serde_json::Value = serde_json::from_str(&http::get(metrics, "/status.json", "")?.text)?;
+        let shown: serde_json::Value = serde_json::from_str(&browser::get(metrics, "/status.json", "")?.text)?;
         let last = share(&shown, JOIN[JOIN.len() - 1].0);
         if began.elapsed() >= EARLIEST && last.is_some_and(|share| LAST_HOLDS.contains(&share)) {
             break;

@@ -15,15 +15,15 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use remora_bench::sync::{Program, Result};
-use remora_lab::ring_allowed::RingAllowed;
+use remora_lab::require::RingAllowed;
 use remora_lab::server::{project_root, wait_until};
 use remora_lab::{Agent, scratch};
 use rustix::mount::UnmountFlags;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
+use crate::process::Screen;
 use crate::process::{START_LIMIT, TOKEN, cargo, ended_well, started};
-use crate::show::Screen;
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]

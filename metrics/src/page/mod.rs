@@ -24,7 +24,7 @@ use super::families::{Families, Value};
 use super::register::{self as all, Family, Unit};
 use crate::view::{self, Fact, HEADS, Level, Rate, Row, Share, View};
 use remora_base::units::{Size, readable};
-use remora_process::progress::words;
+use remora_process::progress;
 
 /// Where the page's script asks.
 pub(super) const STATUS: &str = "/status.json";
@@ -142,8 +142,8 @@ fn sync_facts(families: &Families) -> Vec<Fact> {
     let is_up = number(&all::SYNC_SOURCE_UP) == Some(1.0);
     let expected = number(&all::SYNC_EXPECTED).filter(|bytes| *bytes > 0.0).map(|_| size(&all::SYNC_EXPECTED));
     let of = expected.map_or_else(|| "have arrived".to_owned(), |expected| format!("of {expected} expected"));
-    let rate = number(&all::SYNC_RATE).filter(|rate| *rate > 0.0).map(|rate| words::rate(rate as u64));
-    let left = number(&all::SYNC_LEFT).and_then(|left| Duration::try_from_secs_f64(left).ok()).map(words::time_left);
+    let rate = number(&all::SYNC_RATE).filter(|rate| *rate > 0.0).map(|rate| progress::rate(rate as u64));
+    let left = number(&all::SYNC_LEFT).and_then(|left| Duration::try_from_secs_f64(left).ok()).map(progress::time_left);
     let arriving: Vec<String> = [Some(of), rate, left].into_iter().flatten().collect();
     let (server, primary) = (label("server").cloned(), label("primary").cloned());
     let mut facts = vec![
@@ -199,13 +199,13 @@ fn text(unit: Unit, value: f64, now: SystemTime) -> String {
     let duration = |seconds: f64| readable(Duration::try_from_secs_f64(seconds).unwrap_or_default());
     match unit {
         Unit::Bytes => Size::bytes(value as u64).to_string(),
-        Unit::BytesPerSecond => words::rate(value as u64),
+        Unit::BytesPerSecond => progress::rate(value as u64),
         Unit::Seconds => duration(value),
         Unit::Moment => {
             let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
             format!("{} ago", duration(now - value))
         }
-        Unit::Ratio => words::percent((value * 1000.0) as u16),
+        Unit::Ratio => progress::percent((value * 1000.0) as u16),
         Unit::One => String::new(),
         Unit::Offset | Unit::Slots | Unit::Blocks | Unit::State | Unit::Count => format!("{value}"),
     }

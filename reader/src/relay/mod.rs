@@ -1,6 +1,5 @@
 //! Relay: from which replica slots are read, and what is lent to others. Independent of the server's state.
 
-mod lender;
 pub mod reader;
 
 use std::net::SocketAddr;
@@ -12,9 +11,9 @@ use remora_protocol::{LossCause, Message, Offer, Relaying, Relays, TableOffer, U
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 
-use self::lender::{LentCopy, RelayServer, UploadLimits};
+use self::reader::{LentCopy, RelayServer, UploadLimits};
 use self::reader::{Lost, ReadFrom, Reading};
-use crate::meter::Meter;
+use crate::parts::Meter;
 use crate::source::{Chosen, RelayWish, Source, Way, wish};
 use crate::{ReadOptions, RelayOptions};
 use remora_base::units::Size;

@@ -18,12 +18,12 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-use super::gate::Gate;
+use super::passage::Gate;
 use crate::control::{Control, Expected, NotOurs};
+use remora_process::AbortOnDrop;
 use remora_process::exit::Failure;
-use remora_process::tasks::AbortOnDrop;
 use remora_server::HostPort;
-use remora_server::sentinel::{KnownReplica, Sentinels, guard};
+use remora_server::sentinel::{self, KnownReplica, Sentinels};
 use remora_server::{Facts, Link, RefusalKind, Server, ServerError, ServerUrl};
 
 /// Interval at which the Sentinels are asked which servers there are.
@@ -85,7 +85,7 @@ impl Group {
                 |replica: &KnownReplica| replica.flags.contains("down") || replica.flags.contains("disconnected");
             self.replicas.iter().any(|replica| replica.address.as_ref().is_some_and(is_there) && dead(replica))
         };
-        let is_known = || self.replicas.iter().any(|replica| guard::is_it(replica, server, url));
+        let is_known = || self.replicas.iter().any(|replica| sentinel::is_it(replica, server, url));
         server.loading != Some(true) && !is_there(&self.primary) && (is_former() || is_dead()) && !is_known()
     }
 }

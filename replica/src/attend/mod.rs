@@ -26,14 +26,12 @@
 //! - The gate opens again when the server's own connection stands: rules change no connection that is established.
 
 pub(crate) mod attendance;
-pub(crate) mod gate;
 pub(crate) mod guide;
 #[cfg(test)]
 mod model;
 pub(crate) mod once;
 pub(crate) mod passage;
-pub(crate) mod sources;
-mod syncs;
+pub(crate) mod syncs;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -47,9 +45,9 @@ use tokio::task::{self, JoinSet};
 use tokio::time::{MissedTickBehavior, interval};
 
 use self::attendance::{Action, Attendance, Event, LinkState, Rules, Why};
-use self::gate::{Gate, RENEW_EVERY};
 use self::guide::{Group, Guide};
 use self::passage::{Arrival, Between, Passing, Tls};
+use self::passage::{Gate, RENEW_EVERY};
 use self::syncs::{Looked, Syncs};
 use super::preflight;
 use crate::options::AttendOptions;
@@ -57,12 +55,12 @@ use remora_conversation::tokens::TokenFiles;
 use remora_delivery::link::LinkTls;
 use remora_delivery::link::server_config;
 use remora_metrics::{Scrape, Scrapes, register as all};
+use remora_process::AbortOnDrop;
 use remora_process::events;
 use remora_process::exit::Failure;
-use remora_process::patience::Patience;
+use remora_process::exit::Patience;
 use remora_process::service::Service;
 use remora_process::signals::Signals;
-use remora_process::tasks::AbortOnDrop;
 use remora_server::sentinel::Sentinels;
 use remora_server::{Facts, Server, Task, TlsOptions};
 

@@ -19,7 +19,7 @@ use remora_redis::ReplId;
 
 use crate::attend::attendance::{Action, Asks, Attendance, End, Event, LinkState, Rules, Why};
 use crate::attend::guide::{ASTRAY_LIMIT, Group};
-use crate::attend::sources::{Fit, Needs};
+use crate::attend::syncs::{Fit, Needs};
 use remora_server::HostPort;
 use remora_server::{Backlog, Facts, Link, ServerUrl};
 use remora_source::parts::plan_of;
@@ -737,7 +737,7 @@ fn source(draw: &mut Random) -> SourceKind {
 mod tests {
     use super::*;
     use remora_base::mutation::Mutation;
-    use remora_base::random;
+    use remora_base::pace;
 
     /// Schedules that `make test` plays, and `make test-all`: an idle machine plays more than two thousand in a second
     /// as a release, and some two hundred without optimisation.
@@ -760,7 +760,7 @@ mod tests {
 
     fn what_must_hold_does(first: u64, schedules: usize) {
         let mut reached = BTreeMap::new();
-        for seed in random::Random::seeded(first).draws().take(schedules) {
+        for seed in pace::Random::seeded(first).draws().take(schedules) {
             let world = play(seed);
             let last = world.log.len().saturating_sub(40);
             assert_eq!(world.finding, None, "seed {seed}:\n{}", world.log[last..].join("\n"));
@@ -785,7 +785,7 @@ mod tests {
     #[track_caller]
     fn is_found(mutation: Mutation, as_what: &str) {
         let began = Instant::now();
-        for (number, seed) in random::Random::seeded(12).draws().enumerate() {
+        for (number, seed) in pace::Random::seeded(12).draws().enumerate() {
             Mutation::set(Some(mutation));
             let finding = play(seed).finding;
             Mutation::set(None);

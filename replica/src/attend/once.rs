@@ -19,10 +19,10 @@ use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::attendance::{Action, Asks, Attendance, DIRECT_LIMIT, End, Event, LinkState, Rules};
-use super::gate::Gate;
 use super::guide::Guide;
+use super::passage::Gate;
 use super::passage::{Arrival, Tls};
-use super::sources::ask_source;
+use super::syncs::ask_source;
 use super::syncs::{Looked, Syncs};
 use super::{Entrance, LOOK_EVERY, STUCK_EVERY, check, no_rules};
 use crate::intercept::{self, Temporary};
@@ -32,11 +32,11 @@ use crate::prepared;
 use crate::report;
 use remora_conversation::tokens::TokenFiles;
 use remora_delivery::link::candidates::Locality;
+use remora_process::blocking;
 use remora_process::exit::{Code, Failure};
-use remora_process::patience::{Patience, RETRY_FOR};
+use remora_process::exit::{Patience, RETRY_FOR};
 use remora_process::progress;
 use remora_process::signals::Signals;
-use remora_process::tasks::blocking;
 use remora_server::{Client, Facts, Link, RefusalKind, Server, ServerError, Task};
 
 /// What can be found out about a server whose connection is to be intercepted.

@@ -18,15 +18,14 @@ use crate::exact::Judgement;
 use crate::machine::{DeliveryEvent, Job, Reading, Report, Rules};
 use crate::options::Options;
 use crate::preflight::{self, Known};
-use crate::primary;
 use crate::record::Record;
 use remora_delivery::Notice;
-use remora_delivery::introduction::Introduction;
 use remora_delivery::link::candidates::{LinkFailure, LinkPort};
+use remora_delivery::payload::Introduction;
 use remora_delivery::simulated::Stepped;
 use remora_process::exit::{Code, Failure};
 use remora_reader::data_set::DataSet;
-use remora_reader::meter::Meter;
+use remora_reader::parts::Meter;
 use remora_server::{PinSizes, Task};
 
 /// The sizes of a simulated world, whose servers write a thousandth of the bytes.
@@ -114,7 +113,7 @@ pub async fn prepare(
         record.put_back(&mut client).await?;
     }
     let Ok(plan) = plan.await else { return Err(Failure::local("the source was lost")) };
-    let primaries = primary::known(&options, target.followed(&record), source);
+    let primaries = preflight::known(&options, target.followed(&record), source);
     let known = Known { primaries, finding: None, source };
     let primary = preflight::primary(&options, &server, &target, &plan, &known).await.map_err(|unfit| unfit.failure)?;
     preflight::refuse_to_overwrite(&options, &server, &target)?;

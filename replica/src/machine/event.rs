@@ -5,7 +5,7 @@ use std::time::Duration;
 use remora_protocol::{Message, Offer, WaitCause};
 
 use remora_process::exit::Failure;
-use remora_reader::loss::Loss;
+use remora_reader::addresses::Loss;
 use remora_reader::source::Tables;
 use remora_server::PinSizes;
 

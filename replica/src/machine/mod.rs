@@ -38,7 +38,6 @@ mod hand_off;
 #[cfg(test)]
 mod replay;
 mod server_side;
-mod supply;
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -51,12 +50,12 @@ pub use self::event::{
 };
 use self::hand_off::{Ending, HAND_OFF_LIMIT, HandOff, HandedOver, Next, Uncovered};
 use self::server_side::{CatchUp, Otherwise, Parting, ServerSide, State, is_near_enough};
-use self::supply::{Supply, SupplyState, Verdict};
+use self::server_side::{Supply, SupplyState, Verdict};
 use super::report::Moments;
 use remora_base::pace::Backoff;
 use remora_process::events;
 use remora_process::exit::{Code, Failure};
-use remora_reader::loss::Loss;
+use remora_reader::addresses::Loss;
 use remora_reader::source::Tables;
 
 /// Loads that the server may break off before the sync fails.

@@ -7,7 +7,7 @@
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
-use remora_base::random::Random;
+use remora_base::pace::Random;
 use remora_protocol::WaitCause;
 
 use super::tests::{failure, offer, rules, tables};

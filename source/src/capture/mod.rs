@@ -76,7 +76,7 @@ use crate::presence::Presence;
 use crate::server_settings::{REMEDY, Tuning};
 use crate::tables::{RemoteTable, SealedTable};
 use remora_base::units::Size;
-use remora_process::stored::Stored;
+use remora_process::rdb_file::Stored;
 use remora_server::own_changes::why_not_as_its_primary;
 use remora_server::{OutputLimit, Server, ServerError, Task, refusals};
 

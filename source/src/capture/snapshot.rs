@@ -21,11 +21,11 @@ use crate::compression::{Policy, Processors, World};
 use crate::gauge::Gauge;
 use crate::options::Compress;
 use crate::server_settings::OutputBuffer;
-use remora_base::moment::Moment;
 use remora_base::mutation::Mutation;
+use remora_base::units::Moment;
 use remora_process::exit::Failure;
 use remora_process::rdb_file::RdbFile;
-use remora_process::stored::StoredStream;
+use remora_process::rdb_file::StoredStream;
 use remora_server::Facts;
 
 /// Pause of a writer whose ring is full, before it checks again whether a slot was retired.

@@ -21,9 +21,9 @@ use super::with_module::{ModuleError, before};
 use super::{Capture, CaptureError, CaptureEvent};
 use crate::bases::{self, Candidate, Data, Known, World};
 use crate::options::ModuleCapture;
-use remora_base::moment::Moment;
+use remora_base::units::Moment;
 use remora_base::units::{Size, readable};
-use remora_process::stored::{Found, Opened, StoredHead};
+use remora_process::rdb_file::{Found, Opened, StoredHead};
 use remora_server::Facts;
 
 /// How long a base is not tried again: long enough that the replicas that it does not serve get another one.

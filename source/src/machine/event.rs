@@ -13,7 +13,7 @@ use remora_table::Origin;
 use super::pauses::{Failures, Forks, Pace};
 use crate::capture::CaptureEvent;
 use remora_base::mutation::Mutation;
-use remora_process::progress::tracker::Tracker;
+use remora_process::progress::Tracker;
 
 /// A replica's session, as numbered by the messenger.
 pub type Session = u64;

@@ -51,7 +51,7 @@ use self::turns::Turns;
 use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use remora_base::pace::Backoff;
-use remora_process::progress::tracker::Tracker;
+use remora_process::progress::Tracker;
 
 /// How long a stream without replicas is kept for one whose connection broke. A replica tries again for as long, by
 /// default (`--retry-for`).

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_fabric::tcp::{TcpExporter, TcpOptions};
 use remora_fabric::{Exporter, Memory, Pages, RegionId, Regions};
-use remora_lab::link::Link;
+use remora_lab::net::Link;
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Error, Request, Volume, WindowSize, WriteCounts, Writes, new_id};
 use remora_volume::server::{Server, ServerOptions};

@@ -410,7 +410,7 @@ mod tests {
     /// Whatever is seen: no fail-over but of a replica in step, and nothing is forgotten that serves slots.
     #[test]
     fn no_state_leads_to_a_step_that_could_lose_data() {
-        let mut random = remora_base::random::Random::seeded(39);
+        let mut random = remora_base::pace::Random::seeded(39);
         let mut draw = |below: u64| random.draw() % below;
         for _ in 0..20_000 {
             let side = |number| if number == 0 { Side::Old } else { Side::New };

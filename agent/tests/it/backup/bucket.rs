@@ -29,7 +29,7 @@ use crate::kit::{
     LONG, Scene, Source, Stage, at_once, ends, fill, number, primary, quick, says, steady_writer, strs, syncs,
     write_past_the_backlog,
 };
-use remora_lab::contents::Contents;
+use remora_lab::compare::Contents;
 use remora_lab::server::wait_until;
 use remora_lab::tls::Tls;
 use remora_lab::workload::{Options, Workload, fill_every_type};

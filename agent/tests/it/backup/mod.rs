@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::kit::{
     LONG, Scene, Stage, ends, fill, number, primary, quick, says, steady_writer, strs, write_past_the_backlog,
 };
-use remora_lab::contents::{Contents, differences};
+use remora_lab::compare::{Contents, differences_of};
 use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
 use remora_lab::{Agent, Client, Kind, Random, Server, assert_same_data, require};
@@ -91,7 +91,7 @@ fn load(kind: Kind, folder: &str, aof: bool) -> Server {
 /// all expired counts its key, which a server that loads it does not have.
 fn assert_holds(restored: &Server, contents: &Contents, what: impl Display) {
     let found = Contents::of(&mut restored.client().unwrap()).unwrap();
-    let differences = differences(contents, &found, 10);
+    let differences = differences_of(contents, &found, 10);
     assert!(!contents.is_empty() && differences.is_empty(), "{what}: primary / restored: {differences:#?}");
 }
 

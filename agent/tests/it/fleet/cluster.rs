@@ -12,7 +12,7 @@ use crate::kit::{
     quick, says, start_cluster, succeeds, syncs, wait_until_loading, with_or_without,
 };
 use crate::sync::attend::handed_over;
-use remora_lab::cluster::wait_for_nodes;
+use remora_lab::sentinel::wait_for_nodes;
 use remora_lab::server::wait_until;
 use remora_lab::{Agent, Client, Cluster, Host, Kind, Net, Server, assert_same_data, require};
 use remora_redis::resp::Frame;

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use remora_lab::contents::{Contents, differences};
+use remora_lab::compare::{Contents, differences_of};
 use remora_lab::server::{Builder, Program, wait_until};
 use remora_lab::{Agent, Client, Cluster, Host, Kind, Net, Server, require};
 use remora_redis::resp::Frame;
@@ -172,7 +172,11 @@ impl Scene {
         };
         let before = wait_until("the replica to have all", LONG, || {
             let (before, its) = (of(self.servers().nth(primary).unwrap())?, of(self.servers().nth(replica).unwrap())?);
-            Ok(if differences(&before, &its, 1).is_empty() { Ok(before) } else { Err(format!("{} keys", its.len())) })
+            Ok(if differences_of(&before, &its, 1).is_empty() {
+                Ok(before)
+            } else {
+                Err(format!("{} keys", its.len()))
+            })
         })
         .unwrap();
         self.server(primary).kill().unwrap();
@@ -184,7 +188,7 @@ impl Scene {
         .unwrap();
         let after = of(next).unwrap();
         assert!(before.len() > 100, "{} keys", before.len());
-        assert_eq!(differences(&before, &after, 20), Vec::<String>::new());
+        assert_eq!(differences_of(&before, &after, 20), Vec::<String>::new());
         let writer = Writer::beside(self.servers().filter(|server| server.client().is_ok()));
         writer.wait_for(WRITES);
         writer.stop();

@@ -15,7 +15,7 @@ use crate::kit::{LONG, Stage};
 use remora_lab::client::Address;
 use remora_lab::server::wait_until;
 use remora_lab::tls::Authority;
-use remora_lab::{Agent, Client, Host, Kind, Net, http, require};
+use remora_lab::{Agent, Client, Host, Kind, Net, browser, require};
 
 /// The group of `fsGroup`, to which volumes belong.
 const GROUP: u32 = 999;
@@ -242,7 +242,7 @@ impl Pod {
 
     /// Whether the pod's agent answers this path with 200, and the text of its answer.
     pub(crate) fn page(&self, path: &str) -> (bool, String) {
-        let answer = self.host.within(|| http::get("127.0.0.1:9121".parse().unwrap(), path, "")).unwrap();
+        let answer = self.host.within(|| browser::get("127.0.0.1:9121".parse().unwrap(), path, "")).unwrap();
         answer.map_or_else(|error| (false, error.to_string()), |page| (page.status == 200, page.text))
     }
 

@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 
-use remora_lab::contents::{Contents, differences};
+use remora_lab::compare::{Contents, differences_of};
 use remora_lab::server::wait_until;
 use remora_lab::workload::{Abilities, Options, Workload, fill_with};
 use remora_lab::{Kind, Server, require};
@@ -102,7 +102,7 @@ fn assert_same(primary: &Server, replica: &Server) {
     }
     if let Err(panic) = compared {
         let of = |server: &Server| Contents::of(&mut server.client().unwrap()).unwrap();
-        eprintln!("primary / replica: {:#?}", differences(&of(primary), &of(replica), 20));
+        eprintln!("primary / replica: {:#?}", differences_of(&of(primary), &of(replica), 20));
         resume_unwind(panic);
     }
 }

@@ -10,8 +10,8 @@ use crate::kit::{
     steady_writer, succeeds, syncs, wait_until_loading,
 };
 use remora_lab::compare::same_data;
-use remora_lab::pair_writer::{PairWriter, assert_has_all};
 use remora_lab::server::wait_until;
+use remora_lab::workload::{PairWriter, assert_has_all};
 use remora_lab::{
     Agent, Error, Host, Kind, Net, Sentinels, Server, assert_same_data, fill_every_type, require, sentinel, tls,
 };

@@ -3,8 +3,8 @@
 
 use std::os::unix::fs::PermissionsExt;
 
-use remora_lab::pair_writer::{PairWriter, assert_has_all};
 use remora_lab::server::wait_until;
+use remora_lab::workload::{PairWriter, assert_has_all};
 use remora_lab::{Kind, Server, require};
 use rustix::process::Signal;
 

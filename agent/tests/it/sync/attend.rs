@@ -15,11 +15,11 @@ use crate::kit::{
     LONG, Source, Stage, at_once, ends, fill, fill_keys, follows, id, load_slowly, load_small, number, primary, quick,
     says, start_cluster, steady_writer, succeeds, syncs, wait_until_loading,
 };
-use remora_lab::cluster::wait_for_nodes;
+use remora_lab::sentinel::wait_for_nodes;
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::tls::{self, Authority, Tls};
 use remora_lab::workload::Options;
-use remora_lab::{Agent, Host, Kind, Net, Server, Workload, assert_same_data, http, random, require, scratch};
+use remora_lab::{Agent, Host, Kind, Net, Server, Workload, assert_same_data, browser, random, require, scratch};
 
 /// The user of the servers; the agents are root's.
 pub(crate) const SERVER_USER: u32 = 65_534;
@@ -182,7 +182,7 @@ fn those_who_watch_see_what_became_of_the_servers_requests() {
     let server = scene.server(quick(kind));
     let agent = scene.attend_with(&server, &[scene.primary.port()], &["--metrics", "127.0.0.1:9380"]);
     let page = |path: &str, accept: &str| {
-        let got = scene.host.within(|| http::get(([127, 0, 0, 1], 9380).into(), path, accept)).unwrap();
+        let got = scene.host.within(|| browser::get(([127, 0, 0, 1], 9380).into(), path, accept)).unwrap();
         got.unwrap()
     };
     let shows = |what: &str, lines: &[&str]| {

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use remora_lab::server::wait_until;
-use remora_lab::{Agent, Kind, Server, assert_same_data, http, require};
+use remora_lab::{Agent, Kind, Server, assert_same_data, browser, require};
 
 use crate::kit::{
     LONG, Source, at_once, fill, fill_keys, follows, load_slowly, number, quick, says, syncs, wait_until_loading,
@@ -355,7 +355,7 @@ impl Disturbed {
     #[track_caller]
     fn at_rest(&self) {
         let rests = wait_until("the agent to rest", LONG, || {
-            let page = || http::get(([127, 0, 0, 1], METRICS).into(), "/metrics", "");
+            let page = || browser::get(([127, 0, 0, 1], METRICS).into(), "/metrics", "");
             let text = self.scene.host.within(page)??.text;
             let rests = ["remora_attend_open 1.0", "remora_attend_syncing 0.0"].iter().all(|line| text.contains(line));
             Ok(if rests { Ok(()) } else { Err(text) })

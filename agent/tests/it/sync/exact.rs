@@ -16,7 +16,7 @@ use crate::kit::{
 use remora_lab::compare::same_data;
 use remora_lab::server::{Builder, Program, wait_until};
 use remora_lab::workload::Options;
-use remora_lab::{Agent, Client, Kind, Server, Workload, assert_same_data, commands, fill_every_type, random, require};
+use remora_lab::{Agent, Client, Kind, Server, Workload, assert_same_data, fill_every_type, random, require, server};
 use remora_redis::commands::{RELEASES, Release, TABLE, find};
 
 /// Commands that the writers must send while the replicas are made, so that there is load at all.
@@ -375,7 +375,7 @@ fn a_primary_that_drops_the_sources_link_loses_nothing_of_the_stream() {
 /// Fails, by name, for a command that writes and is not in the table, and for what the table says that is not true of
 /// this server.
 pub(crate) fn assert_table_knows(server: &Server, program: &Program) {
-    let described = commands::of(server).unwrap();
+    let described = server::of(server).unwrap();
     let [major, minor, _] = program.version();
     let release = RELEASES
         .iter()

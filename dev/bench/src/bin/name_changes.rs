@@ -28,7 +28,7 @@ use remora_files::mount::MountedFiles;
 use remora_files::names::New;
 use remora_fuse::memory::MemoryFileSystem;
 use remora_fuse::{Session, SessionOptions};
-use remora_lab::ring_allowed::RingAllowed;
+use remora_lab::require::RingAllowed;
 use remora_lab::scratch;
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Volume};

@@ -20,11 +20,8 @@ use std::{
 };
 
 use clap::Parser;
-use remora_bench::{
-    Run, Sample, bytes, cpu,
-    perftest::Ends,
-    source::{Source, SourceOptions, be_the_source_if_asked, warm_memory},
-};
+use remora_bench::source::{Ends, Source, SourceOptions, be_the_source_if_asked, warm_memory};
+use remora_bench::{Run, Sample, bytes, cpu};
 use remora_fabric::{Completion, Memory, Peer, ReadRequest};
 
 /// Read bandwidth of shm and tcp against memcpy and iperf3. Exits with 1 if a target ratio is missed.

@@ -21,12 +21,8 @@ use std::{
 };
 
 use clap::Parser;
-use remora_bench::{
-    Run, Sample, bytes, cpu,
-    perftest::Ends,
-    quantile,
-    source::{Source, SourceOptions, be_the_source_if_asked, warm_memory},
-};
+use remora_bench::source::{Ends, Source, SourceOptions, be_the_source_if_asked, warm_memory};
+use remora_bench::{Run, Sample, bytes, cpu, quantile};
 use remora_fabric::{Completion, Memory, Peer, ReadRequest};
 
 /// Latency of single reads of shm and tcp against memcpy and plain blocking sockets.

@@ -26,7 +26,7 @@ use bytes::Bytes;
 use clap::{Parser, ValueEnum};
 use remora_bench::source::{CopyPlace, CopyServer, new_volume};
 use remora_bench::{Run, Sample, cpu, source};
-use remora_lab::link::Link;
+use remora_lab::net::Link;
 use remora_lab::{Host, Net, Shape as Cable};
 use remora_messenger::Address;
 use remora_volume::client::{ClientOptions, Error, Request, Volume, Writes};

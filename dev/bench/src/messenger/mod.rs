@@ -9,7 +9,6 @@
 
 pub mod ours;
 pub mod rate;
-pub mod rivals;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -20,7 +19,7 @@ use std::time::Duration;
 use remora_messenger::{Address, Options as Manner, Polling};
 use serde::{Deserialize, Serialize};
 
-use crate::perftest::Ends;
+use crate::source::Ends;
 
 /// One case: the sizes and the number of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

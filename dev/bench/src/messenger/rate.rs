@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use remora_lab::RdmaVm;
 
 use super::ours::Server;
-use super::rivals::ZeroMq;
-use super::{BULK_BYTES, Case, Figure, MILLIS, Options, Outcome, Place, Subject, ours, rivals};
-use crate::suite::kept;
+use super::ours::ZeroMq;
+use super::{BULK_BYTES, Case, Figure, MILLIS, Options, Outcome, Place, Subject, ours};
+use crate::suite;
 use crate::sync::Result;
 use crate::{Goal, Run, Sample, Spread, Target, cpu};
 
@@ -41,7 +41,7 @@ pub fn run(options: &Options) -> Result<bool> {
 
 fn be_the_server(what: &str, options: &Options) -> Result<()> {
     match what {
-        "raw" => rivals::serve_raw(options.request[0], options.reply)?,
+        "raw" => ours::serve_raw(options.request[0], options.reply)?,
         address => ours::serve(&address.parse()?, options.reply, &options.manner_of_server())?,
     }
     Ok(())
@@ -113,7 +113,7 @@ fn emulated(options: &Options) -> Result<bool> {
 /// An empty run with this command line.
 fn new_run(options: &Options) -> Run {
     let name = options.label.as_deref().map_or_else(|| PROGRAM.to_owned(), |label| format!("{PROGRAM}-{label}"));
-    let typed = kept::arguments(std::env::args().skip(1));
+    let typed = suite::arguments(std::env::args().skip(1));
     Run { command: format!("remora-bench {typed}"), ..Run::new(&name, "thousand requests/s") }
 }
 
@@ -187,7 +187,7 @@ impl Bench {
         match rival {
             "raw" => {
                 let mut server = server_of(&self.options, "raw", case)?;
-                Ok(Some(rivals::measure_raw(&mut server, case, self.time())?))
+                Ok(Some(ours::measure_raw(&mut server, case, self.time())?))
             }
             _ => {
                 let outcome = self.measure_tool(rival, case)?;
@@ -208,14 +208,14 @@ impl Bench {
         let outcome = match rival {
             // A stream without replies: a rival for bulk only.
             "iperf3" if case.request < BULK_BYTES => return Ok(Ok(None)),
-            "iperf3" => rivals::iperf3(case, time)?,
+            "iperf3" => ours::iperf3(case, time)?,
             "zeromq" => {
                 if self.zeromq.is_none() {
                     self.zeromq = ZeroMq::build()?;
                 }
                 self.zeromq.as_ref().map(|zeromq| zeromq.measure(case, time)).transpose()?
             }
-            "ib-send" => Some(rivals::perftest(case, &self.options.ends)?),
+            "ib-send" => Some(ours::perftest(case, &self.options.ends)?),
             unknown => return Err(format!("{unknown}: unknown rival; --help lists them").into()),
         };
         let missing = || format!("{rival} is not installed: no figures of it");

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use remora_lab::{Address, Client, Host, Random, Server};
 use serde::{Deserialize, Serialize};
 
-use super::kept::Kept;
+use super::Kept;
 use super::report::tables;
 use super::{Common, Network, ServerChoice, VALUE_BYTES, name_of};
 use crate::quantile;

@@ -7,8 +7,8 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use super::Kept;
 pub use super::SyncPoint as Point;
-use super::kept::Kept;
 use super::report::tables;
 use super::{Budget, Common, Network, ServerChoice, VALUE_BYTES};
 use crate::sync::{Content, Method, Outcome, Phases, Program, Result, Scene, Shape, Trial, available_memory};

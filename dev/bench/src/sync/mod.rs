@@ -14,20 +14,16 @@
 //! true primary is up, and it has reached the primary's offset of that moment). [`Method`] says what differs.
 
 mod agents;
-mod copier;
-mod lost;
 mod method;
 mod scene;
 mod summary;
-mod tools;
-mod watch;
 
 pub use agents::{Attend, Program, Source, Stay};
+pub use agents::{Show, Sight};
 pub use method::{Method, Setting, Upload};
 pub(crate) use scene::available_memory;
 pub use scene::{Compare, Content, Place, Scene, Shape, Trial};
 pub use summary::{Outcome, Phases, Samples, Taken};
-pub use watch::{Show, Sight};
 
 /// A sync can fail in many layers; the caller can only report the error.
 pub type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;

@@ -14,13 +14,13 @@ use remora_lab::{BitRate, Builder, Client, Error, Host, Kind, Net, Server, compa
 use serde::Serialize;
 use tempfile::TempDir;
 
+use super::agents::Lost;
 use super::agents::{ChildWatch, Program, Source};
-use super::copier::{Copied, Pace};
-use super::lost::Lost;
+use super::agents::{Show, Watch};
+use super::method::{Copied, Pace};
 use super::method::{Method, Setting};
 use super::summary::{Outcome, Phases, Summary};
-use super::watch::{Show, Watch};
-use super::{Result, agents, copier, tools};
+use super::{Result, agents, method};
 use crate::cpu;
 
 /// The data of a primary.
@@ -253,7 +253,7 @@ impl Scene {
             let settings = trial.method.replica_settings(kind).into_iter();
             let builder = settings.fold(Server::builder(kind), |builder, (name, value)| builder.config(name, value));
             let builder =
-                if trial.method == Method::RdbFile { builder.start_time(tools::LONGEST_START) } else { builder };
+                if trial.method == Method::RdbFile { builder.start_time(method::LONGEST_START) } else { builder };
             let builder = if trial.method.has_module() { builder.module("")? } else { builder };
             on(builder, self.place.replica(number)).start()
         };
@@ -345,7 +345,7 @@ impl Scene {
     fn by_copier(&self, replicas: &[Server], pace: Pace) -> Result<Took> {
         let before = cpu::of_self()?;
         let begun = Instant::now();
-        let copied = copier::copy(&self.primary, replicas, pace)?;
+        let copied = method::copy(&self.primary, replicas, pace)?;
         let phases = |copied: &Copied| Phases { transfer: copied.took.as_secs_f64(), ..Phases::default() };
         let phases = copied.iter().map(phases).collect();
         Ok(Took { phases, agents_cpu: (cpu::of_self()? - before).as_secs_f64(), ..Took::new(begun) })
@@ -353,7 +353,7 @@ impl Scene {
 
     fn by_rdb_file(&self, trial: &Trial, replicas: &mut [Server], meter: &mut Meter, show: &Show<'_>) -> Result<Took> {
         let begun = Instant::now();
-        let made = tools::by_rdb_file(&self.primary, replicas, begun)?;
+        let made = method::by_rdb_file(&self.primary, replicas, begun)?;
         // The processes that were measured before have ended.
         meter.replicas_started_again(replicas)?;
         let seen = self.watch(trial, replicas, begun, show, &|| Ok(()), &Lost::none())?;
@@ -369,7 +369,7 @@ impl Scene {
 
     fn by_shake(&self, replicas: &mut [Server]) -> Result<Took> {
         let begun = Instant::now();
-        let made = tools::by_shake(&self.primary, replicas, begun)?;
+        let made = method::by_shake(&self.primary, replicas, begun)?;
         let phases = made.iter().map(|made| Phases { transfer: made.loaded.as_secs_f64(), ..Phases::default() });
         let phases = phases.collect();
         Ok(Took { phases, agents_cpu: made.iter().map(|made| made.cpu).sum(), ..Took::new(begun) })

@@ -2,6 +2,4 @@
 #![allow(clippy::unwrap_used)]
 
 mod charts;
-mod messenger;
-mod rdma;
 mod smoke;

@@ -5,8 +5,8 @@
 //! for a minute.
 
 use super::Abilities;
-use super::commands::{Commands, say};
-use super::fill::{DATABASES, library_code};
+use super::{Commands, say};
+use super::{DATABASES, library_code};
 use crate::random::Random;
 
 /// One way to change a server.

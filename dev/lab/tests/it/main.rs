@@ -3,7 +3,4 @@
 #![allow(clippy::unwrap_used)]
 
 mod network;
-mod replication;
-mod scan;
 mod servers;
-mod setup;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use remora_lab::server::wait_until;
-use remora_lab::{BitRate, Host, Loss, Net, Server, Shape, iperf, require};
+use remora_lab::{BitRate, Host, Loss, Net, Server, Shape, net, require};
 
 const SOON: Duration = Duration::from_secs(60);
 
@@ -113,7 +113,7 @@ fn a_limited_cable_carries_its_rate_both_ways() {
         }
     }
     here.shape(Shape::default()).unwrap();
-    let freed = iperf::bandwidth(Some((&here, &there)), Duration::from_secs(1)).unwrap();
+    let freed = net::bandwidth(Some((&here, &there)), Duration::from_secs(1)).unwrap();
     let slowest = SLOWEST.0 as f64 / 8.0;
     assert!(freed > 1.5 * slowest, "without a limit it carries {freed} B/s, and {slowest} with one");
 }
@@ -122,7 +122,7 @@ fn a_limited_cable_carries_its_rate_both_ways() {
 fn carried(direction: (&Host, &Host), wanted: f64) -> f64 {
     let mut best = 0.0_f64;
     for _ in 0..TRIES {
-        let carried = iperf::bandwidth(Some(direction), Duration::from_secs(1)).unwrap();
+        let carried = net::bandwidth(Some(direction), Duration::from_secs(1)).unwrap();
         if (carried - wanted).abs() < (best - wanted).abs() {
             best = carried;
         }

@@ -1,9 +1,15 @@
-//! The lab's servers are real, belong to the test, and end when they are dropped.
+//! The lab's servers are real, belong to the test, and end when they are dropped; their own replication is exact, and
+//! the lab sees that; and what they save is read to its end.
 
 use std::path::Path;
-use std::time::Duration;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
-use remora_lab::{Address, Client, Kind, Server, assert_same_data, require, scratch, tls};
+use remora_lab::workload::{Options, Workload, key_count};
+use remora_lab::{
+    Address, Client, Kind, Server, assert_same_data, compare, fill_every_type, process, random, require, scratch, tls,
+};
+use remora_redis::rdb::{Found, Scanner, TAIL_BYTES, Text};
 
 const SOON: Duration = Duration::from_secs(30);
 
@@ -118,4 +124,265 @@ fn a_server_keeps_the_processor_time_of_its_fork_children() {
     })
     .unwrap();
     assert!(server.cpu_seconds().unwrap() - before > 0.05);
+}
+
+// The servers' own replication is exact, and the lab can verify that: Remora has to pass the same comparison.
+
+const LINK_TIME: Duration = Duration::from_secs(60);
+
+fn primary(kind: Kind) -> Server {
+    Server::builder(kind)
+        .config("repl-diskless-sync", "yes")
+        .config("repl-diskless-sync-delay", 0)
+        .config("repl-backlog-size", "64mb")
+        .config("client-output-buffer-limit", "replica 0 0 0")
+        .start()
+        .unwrap()
+}
+
+#[test]
+fn a_native_replica_of_a_primary_under_every_kind_of_write_is_exact() {
+    for kind in require::kinds() {
+        let (primary, replica) = (primary(kind), Server::start(kind).unwrap());
+        fill_every_type(&mut primary.client().unwrap(), random::seed("data")).unwrap();
+        let writer = Workload::on(&primary).unwrap();
+        replica.replicate(&primary).unwrap();
+        replica.wait_for_link(LINK_TIME).unwrap();
+        writer.wait_for(30_000);
+        let counts = writer.stop().unwrap();
+        assert!(counts.refused * 5 < counts.commands, "{counts:?}");
+        let agreement = assert_same_data(&primary, &replica);
+        assert_eq!(agreement.replid.len(), 40);
+        assert_eq!(primary.fact("sync_full").unwrap(), "1");
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_writer_runs_every_operation_and_is_refused_only_for_known_reasons() {
+    for kind in require::kinds() {
+        let server = Server::start(kind).unwrap();
+        let writer = Workload::on(&server).unwrap();
+        writer.wait_for(120_000);
+        let counts = writer.stop().unwrap();
+        let missing = ["flush", "swap", "big", "function", "stream-group", "transaction"]
+            .into_iter()
+            .find(|name| !counts.operations.contains_key(name));
+        assert_eq!(missing, None, "{counts:?}");
+        assert_eq!(counts.operations.contains_key("hash-field-expiry"), kind.expires_hash_fields());
+        const KNOWN: [&str; 6] = [
+            "ERR source and destination",
+            "ERR no such key",
+            "BUSYGROUP",
+            "NOGROUP",
+            "ERR Function not found",
+            "ERR Library not",
+        ];
+        let strange: Vec<&String> =
+            counts.refusals.keys().filter(|text| !KNOWN.iter().any(|known| text.starts_with(known))).collect();
+        assert!(strange.is_empty(), "{:?}", counts.refusals);
+    }
+}
+
+#[test]
+fn a_writer_keeps_to_its_rate() {
+    let Some(kind) = require::redis() else { return };
+    let server = Server::start(kind).unwrap();
+    let (rate, began) = (2000, Instant::now());
+    let writer = Workload::start(server.client().unwrap(), Options::seeded(1).rate(rate)).unwrap();
+    writer.wait_for(2 * rate);
+    let (took, commands) = (began.elapsed(), writer.stop().unwrap().commands);
+    // Its last commands were sent at once.
+    assert!(took > Duration::from_millis(1500), "{commands} commands in {took:?}");
+}
+
+#[test]
+fn the_data_set_has_every_encoding_and_is_the_same_for_the_same_seed() {
+    for kind in require::kinds() {
+        let servers = [Server::start(kind).unwrap(), Server::start(kind).unwrap()];
+        let keys = servers.each_ref().map(|server| fill_every_type(&mut server.client().unwrap(), 7).unwrap());
+        assert!(keys[0] > 700 && keys[0] == keys[1], "{keys:?}");
+        let mut client = servers[0].client().unwrap();
+        let mut encoding = |key: &str| client.text(&["OBJECT", "ENCODING", key]).unwrap();
+        for encoded in [
+            "string:int",
+            "string:embstr",
+            "string:raw",
+            "list:listpack",
+            "list:quicklist",
+            "set:hashtable",
+            "zset:listpack",
+            "zset:skiplist",
+            "hash:listpack",
+            "hash:hashtable",
+        ] {
+            // Redis 7.0 keeps short lists in a quicklist too.
+            let old_list = kind == Kind::Redis7 && encoded == "list:listpack";
+            let wanted = if old_list { "quicklist" } else { encoded.split(':').nth(1).unwrap() };
+            assert_eq!(encoding(encoded), wanted, "{kind} {encoded}");
+        }
+        assert_eq!(encoding("set:intset:64"), "intset");
+        assert_eq!(key_count(&mut client).unwrap(), keys[0]);
+        let [one, other] = servers.each_ref().map(|server| server.digest().unwrap());
+        // The pending entries' ids contain the time of delivery; the digest does not cover it.
+        assert_eq!(one, other);
+    }
+}
+
+#[test]
+fn a_replica_that_was_written_to_is_found_and_the_keys_are_named() {
+    for kind in require::kinds() {
+        let (primary, replica) =
+            (primary(kind), Server::builder(kind).config("replica-read-only", "no").start().unwrap());
+        let mut client = primary.client().unwrap();
+        for key in ["same", "changed", "lost"] {
+            client.ok(&["SET", key, "value"]).unwrap();
+        }
+        replica.replicate(&primary).unwrap();
+        replica.wait_for_link(LINK_TIME).unwrap();
+        let mut other = replica.client().unwrap();
+        other.ok(&["SET", "changed", "otherwise"]).unwrap();
+        other.int(&["DEL", "lost"]).unwrap();
+        other.ok(&["SELECT", "3"]).unwrap();
+        other.ok(&["SET", "new", "here"]).unwrap();
+
+        let error = compare::same_data(&primary, &replica, LINK_TIME).unwrap_err().to_string();
+        for part in
+            ["db 0, changed: string", "db 0, lost: string (embstr, pttl -1) at the primary, missing", "db 3, new: only"]
+        {
+            assert!(error.contains(part), "{part:?} is not in {error}");
+        }
+        assert!(!error.contains("same:"), "{error}");
+    }
+}
+
+#[test]
+fn a_replica_with_another_time_of_expiry_or_another_function_is_found() {
+    for kind in require::kinds() {
+        let (primary, replica) =
+            (primary(kind), Server::builder(kind).config("replica-read-only", "no").start().unwrap());
+        primary.client().unwrap().ok(&["SET", "brief", "life", "EX", "1000"]).unwrap();
+        replica.replicate(&primary).unwrap();
+        replica.wait_for_link(LINK_TIME).unwrap();
+        assert_same_data(&primary, &replica);
+
+        let mut other = replica.client().unwrap();
+        other.int(&["EXPIRE", "brief", "2000"]).unwrap();
+        let code = "#!lua name=own\nredis.register_function('own', function() return 1 end)";
+        other.text(&["FUNCTION", "LOAD", code]).unwrap();
+        let error = compare::same_data(&primary, &replica, LINK_TIME).unwrap_err().to_string();
+        assert!(error.contains("brief: expires at") && error.contains("function library"), "{error}");
+    }
+}
+
+// The RDB scanner finds the end of every value that real servers save.
+
+/// Databases and keys of the long strings in a file, and the position of its end mark.
+fn scan(file: &[u8], least: u64, piece: usize) -> (Vec<Text>, u64) {
+    let (mut scanner, mut texts, mut at) = (Scanner::new(least), Vec::new(), 0);
+    loop {
+        at += scanner.skip((file.len() - at) as u64) as usize;
+        let (taken, found) = scanner.feed(&file[at..file.len().min(at + piece)]).unwrap();
+        at += taken;
+        match found {
+            Some(Found::Text(text)) => texts.push(text),
+            Some(Found::Run(run)) => panic!("a run where none was asked for: {run:?}"),
+            Some(Found::End { at }) => return (texts, at),
+            None => assert!(at < file.len(), "the end was not found"),
+        }
+    }
+}
+
+fn saved(server: &Server) -> Vec<u8> {
+    server.client().unwrap().ok(&["SAVE"]).unwrap();
+    std::fs::read(server.folder().join(server.configured("dbfilename").unwrap())).unwrap()
+}
+
+/// Adds what the data set has only in small: a list in a separate node, hashes that are tables, a stream with groups.
+fn grow(server: &Server) {
+    let mut client = server.client().unwrap();
+    client.ok(&["SELECT", "3"]).unwrap();
+    for number in 0..600 {
+        let number = number.to_string();
+        client.int(&["HSET", "table", &number, "value"]).unwrap();
+        client.int(&["SADD", "members", &format!("member {number}")]).unwrap();
+        client.int(&["ZADD", "scores", &number, &format!("member {number}")]).unwrap();
+        client.int(&["RPUSH", "list", &number, &"plain ".repeat(40)]).unwrap();
+        client.bytes(&["XADD", "stream", "*", "field", &number]).unwrap();
+    }
+    client.ok(&["XGROUP", "CREATE", "stream", "group", "0"]).unwrap();
+    client.list(&["XREADGROUP", "GROUP", "group", "consumer", "COUNT", "50", "STREAMS", "stream", ">"]).unwrap();
+    if server.kind().expires_hash_fields() {
+        client.list(&["HEXPIRE", "table", "1000", "FIELDS", "2", "1", "2"]).unwrap();
+    }
+}
+
+fn every_type_ends_where_the_scanner_finds_it(kind: Kind, compressed: &str) {
+    let server = Server::builder(kind).config("rdbcompression", compressed).start().unwrap();
+    let mut client = server.client().unwrap();
+    fill_every_type(&mut client, 5).unwrap();
+    grow(&server);
+    client.ok(&["SELECT", "5"]).unwrap();
+    let noise = remora_lab::Random::new(1).bytes(70_000);
+    client.ok(&[b"SET".as_slice(), b"long", &noise, b"PXAT", b"4102444800000"]).unwrap();
+    let file = saved(&server);
+    for piece in [1, 61, 4096, 1 << 20] {
+        let (texts, end) = scan(&file, 60_000, piece);
+        assert_eq!(end as usize, file.len() - TAIL_BYTES);
+        let long = texts.iter().find(|text| text.key == b"long" && text.database == 5).unwrap();
+        assert_eq!(long.expires_ms, Some(4_102_444_800_000));
+        assert_eq!(&file[long.value.start as usize..long.value.end as usize], &noise[..]);
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn every_type_of_every_server_ends_where_the_scanner_finds_it() {
+    for kind in require::kinds() {
+        every_type_ends_where_the_scanner_finds_it(kind, "yes");
+        every_type_ends_where_the_scanner_finds_it(kind, "no");
+    }
+}
+
+#[test]
+fn an_eviction_policy_by_usage_writes_the_usage_beside_each_key() {
+    for kind in require::kinds() {
+        for policy in ["allkeys-lfu", "allkeys-lru"] {
+            let server = Server::builder(kind).config("maxmemory-policy", policy).start().unwrap();
+            server.client().unwrap().ok(&["SET", "key", "some value"]).unwrap();
+            let (texts, _) = scan(&saved(&server), 5, 64);
+            assert!(texts[0].usage.is_some(), "{policy}: {texts:?}");
+        }
+    }
+}
+
+/// What `make test` and `make demo` install.
+#[test]
+fn a_second_set_up_needs_no_network() {
+    let Some(()) = require::namespaces() else { return };
+    for part in ["--demo", "--test"] {
+        needs_no_network(&[part]);
+    }
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_second_set_up_of_everything_needs_no_network() {
+    let Some(()) = require::namespaces() else { return };
+    needs_no_network(&[]);
+}
+
+/// This machine is set up already; otherwise the tests would not run.
+#[track_caller]
+fn needs_no_network(parts: &[&str]) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let script = root.join("dev/lab/setup/setup");
+    let mut set_up = Command::new("unshare");
+    set_up.args(["--net", "--"]).arg(script).args(parts).env("CI", "true");
+    set_up.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let run = process::spawn(set_up).unwrap().wait_with_output().unwrap();
+    let said = [run.stdout, run.stderr].concat();
+    let said = String::from_utf8_lossy(&said);
+    assert!(run.status.success() && said.contains("set-up: ready"), "{}\n{said}", process::in_words(run.status));
+    assert!(!said.contains("downloading") && !said.contains("installing"), "{said}");
 }

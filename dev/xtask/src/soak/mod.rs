@@ -31,8 +31,7 @@ use remora_lab::{Kind, Random, process, random, scratch};
 use self::group::{Agents, Group, tail};
 use self::script::{Event, How, Plan, Seat, TAKEN_KEY, Who, events_until_rest, pause};
 use crate::demo::Which;
-use crate::show::{Screen, lay_out};
-use crate::stop;
+use crate::process::{Screen, lay_out};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -93,7 +92,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
         let again = again(options, kind, seed, each);
         history.note(&format!("group {}: {kind}, seed {seed}; alone: {again}", number + 1));
         let played = play(options, program.path(), kind, seed, each, &mut history, &mut totals);
-        stop::check()?;
+        crate::process::fail_if_stopped()?;
         if let Err(error) = played {
             let what = format!("{kind}: {error}");
             history.note(&format!("FINDING: {what}"));
@@ -194,7 +193,7 @@ impl Soak<'_, '_> {
 
     /// Fails if a server or an agent has ended as it must not, or if the run is being stopped.
     fn look(&mut self) -> Result<()> {
-        stop::check()?;
+        crate::process::fail_if_stopped()?;
         self.group.check_servers()?;
         self.agents.look(self.totals, self.history)
     }

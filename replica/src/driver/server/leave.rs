@@ -9,13 +9,13 @@ use crate::control::{Expected, NotOurs};
 use crate::exact;
 use crate::machine::{Followed, Lapse, Leaving, Left};
 use crate::options::OnFailure;
-use crate::primary;
+use crate::preflight;
 use remora_base::units::counted;
 use remora_process::events;
 use remora_process::exit::{Code, Failure};
 use remora_process::progress;
-use remora_reader::meter::Meter;
-use remora_server::sentinel::guard;
+use remora_reader::parts::Meter;
+use remora_server::sentinel;
 use remora_server::{Facts, ServerError};
 use remora_server::{SETTLE_LIMIT, SETTLE_POLL};
 
@@ -408,7 +408,7 @@ impl Keeper {
             }
             let is_in_step = self.primary_link().await.is_ok_and(|link| link.up);
             let url = self.control.server().url().clone();
-            let known = guard::known(finding.sentinels(), &self.target.facts, &url).await;
+            let known = sentinel::known(finding.sentinels(), &self.target.facts, &url).await;
             match known {
                 Ok(Some(_)) if is_in_step && before == now => return Ok(()),
                 _ if Instant::now() < until => {
@@ -450,7 +450,7 @@ impl Keeper {
     /// Puts the Sentinels' fail-over time back. The text goes on behind a sentence.
     pub(super) async fn lower_the_failover_timeout(&mut self) -> String {
         let finding = self.primary.finding.clone();
-        primary::put_back(&mut self.record, finding.as_ref().map(|finding| finding.sentinels())).await
+        preflight::put_back(&mut self.record, finding.as_ref().map(|finding| finding.sentinels())).await
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use remora_lab::process::Process;
-use remora_lab::ring_allowed::RingAllowed;
+use remora_lab::require::RingAllowed;
 use remora_lab::{RdmaVm, scratch};
 use remora_messenger::{
     Address, Connection, Delivery, Dispatcher, Message, Messenger, Options as MessengerOptions, Policy,
@@ -16,8 +16,9 @@ use remora_messenger::{
 use serde_json::Value;
 
 use super::cases::{CONNECTION, Case, Cell, EMULATED_RDMA, EMULATED_TCP, Figures, MANY_CLIENTS, Point, Subject, TCP};
-use super::{NAME, Options, Part, Place, Transport, cases, tables};
+use super::{NAME, Options, Part, Place, Transport, cases};
 use crate::messenger::ours;
+use crate::suite::volume;
 use crate::suite::{Budget, Kept};
 use crate::sync::{Program, Result, available_memory};
 use crate::{cpu, quantile};
@@ -43,8 +44,8 @@ pub fn run(options: &Options) -> Result<bool> {
     if options.has(Part::Connections) && !options.no_rdma && !RdmaVm::is_here() {
         bench.emulated();
     }
-    bench.kept.keep(options.out.as_deref(), &tables::tables(&[&bench.kept]))?;
-    print!("{}", tables::tables(&[&bench.kept]));
+    bench.kept.keep(options.out.as_deref(), &volume::tables(&[&bench.kept]))?;
+    print!("{}", volume::tables(&[&bench.kept]));
     Ok(bench.is_well && cases::are_kept(Figures(&bench.kept.points)))
 }
 
@@ -157,7 +158,7 @@ impl Bench<'_> {
                     Err(error) => self.failed(&format!("round {}, {case}, {}", round + 1, subject.name()), &*error),
                 }
             }
-            self.kept.keep(self.options.out.as_deref(), &tables::tables(&[&self.kept]))?;
+            self.kept.keep(self.options.out.as_deref(), &volume::tables(&[&self.kept]))?;
         }
         if self.options.has(Part::Connections) {
             let by_tcp = connections_by_tcp(round);
@@ -170,7 +171,7 @@ impl Bench<'_> {
         if !left_out.is_empty() {
             self.kept.note(format!("Round {}: left out for lack of time: {}", round + 1, left_out.join("; ")));
         }
-        self.kept.keep(self.options.out.as_deref(), &tables::tables(&[&self.kept]))
+        self.kept.keep(self.options.out.as_deref(), &volume::tables(&[&self.kept]))
     }
 
     fn emulated(&mut self) {
@@ -515,7 +516,7 @@ pub fn emulated_connections(rounds: usize) -> Result<Vec<Point>> {
     let program = std::env::current_exe()?.to_string_lossy().into_owned();
     let (rounds, out) = (rounds.to_string(), folder.path().display().to_string());
     let ran = machine.run(&[&program, "volume", "--parts", "connections", "--rounds", &rounds, "--out", &out])?;
-    let kept = crate::suite::kept::newest::<Point>(folder.path(), NAME)?;
+    let kept = crate::suite::newest::<Point>(folder.path(), NAME)?;
     let said = String::from_utf8_lossy(&ran.stderr);
     let (_, Kept { points, .. }) = kept.into_iter().next().ok_or_else(|| said.trim().to_owned())?;
     Ok(points)
