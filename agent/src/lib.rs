@@ -23,13 +23,13 @@
 //! - [`args`]: the command line; [`config`]: what files and the environment add to it; [`commands`]: the process around
 //!   one command. **Start here.**
 //! - [`replicas`]: the commands of [`remora_replica`], the other end of the job. [`status`]: what a source says.
-//! - [`probe`] measures the transports.
+//! - [`probe`] measures the transports, and says whether a server is ready.
 //! - [`cluster`]: clusters as a whole. [`backup`]: the commands of [`remora_backup`], which has snapshots as files.
 //! - [`volume`]: block devices in the memory of other hosts, as commands.
 //! - [`migrate`]: a server of another family or version becomes an exact replica, by both agents.
 //! - [`switch`]: a replica and its primary change their roles.
 //! - [`plan`]: what replicas will need and cost.
-//! - [`ready`], [`load`], [`tools`]: further commands. [`remora_verify`] compares two servers.
+//! - [`load`], [`tools`]: further commands. [`remora_verify`] compares two servers.
 #![forbid(unsafe_code)]
 // The docs of the two ends name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]

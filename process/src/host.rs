@@ -181,7 +181,7 @@ pub fn check_space(what: &str, folder: &Path, bytes: u64) -> Result<(), Failure>
 /// The same for copies of files in this place.
 ///
 /// # Errors
-/// As [`check`].
+/// As [`check_space`].
 pub fn check_copies(what: &str, from: &Path, folder: &Path, bytes: u64) -> Result<(), Failure> {
     let device = |path: &Path| path.metadata().map(|found| found.dev()).ok();
     if device(from) == device(folder) && rustix::fs::statfs(folder).is_ok_and(|of| of.f_type == XFS) {

@@ -7,7 +7,7 @@
 //!                  └─── signals, service: told to end, and telling the service manager
 //! ```
 //!
-//! - [`exit`]: a [`Failure`](exit::Failure) names a thing and a cure, is of a kind, and says whether it passes by
+//! - [`exit`]: a [`Failure`] names a thing and a cure, is of a kind, and says whether it passes by
 //!   itself. [`Patience`](exit::Patience) decides how long a command waits for what passes.
 //! - [`events`]: what a reader of the log may rely on.
 //! - [`progress`]: what a command shows while it works, and where it writes its result.

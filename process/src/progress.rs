@@ -498,7 +498,7 @@ pub fn share(position: u64, length: Length) -> Option<u16> {
 // Words: how far a piece of work is, for people. Bars, plain lines, `remora status` and the page of `--metrics` say it
 // in the same words.
 
-/// The unit of a [`Meter`](super::Meter).
+/// The unit of a [`Meter`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Bytes, shown as MiB and MiB/s.

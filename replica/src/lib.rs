@@ -7,9 +7,9 @@
 //! ```
 //!
 //! - [`preflight`] finds foreseeable failures before anything is changed: what the server can hold, which commands it
-//!   permits, and whether the primary is in its reach. [`prepared`] is what it leaves, with the transport that was
-//!   tried and the way of delivery. [`report`] has what a dry run prints, and says where the time went.
-//! - [`primary`] says what is known of the primary before the source speaks, and raises the fail-over time for a sync.
+//!   permits, whether the primary is in its reach, and what is known of that. [`prepared`] is what it leaves, with
+//!   the transport that was tried, the way of delivery, and how long a sync will take. [`report`] has what a dry run
+//!   prints, and says where the time went.
 //! - [`control`] is the connection that changes the server, checks whether no other client has taken the server over,
 //!   and has the guard, which acts after a killed agent; [`record`] notes each changed setting.
 //! - [`remora_delivery`] plays the primary towards the server, on a thread of its own.
@@ -18,8 +18,7 @@
 //!   without a server ([`remora_backup`]).
 //! - [`attend`] stays beside a server whose own connections to its primary are intercepted, or does so once;
 //!   [`by_file`] restarts a server on its RDB file.
-//! - [`intercept`] has the rules by which a server's connections come to an agent. [`estimate`] says how long a sync
-//!   will take.
+//! - [`intercept`] has the rules by which a server's connections come to an agent.
 //! - [`machine`] decides, without I/O, what follows from each event on the way from joining to the hand-off; [`driver`]
 //!   carries it out, and owns the tasks.
 //!

@@ -32,8 +32,8 @@ use tempfile::TempDir;
 use crate::backup::bucket::Store;
 use crate::kit::{LONG, at_once};
 use remora_lab::process::spawn;
+use remora_lab::server::Authority;
 use remora_lab::server::{project_root, wait_until};
-use remora_lab::tls::Authority;
 use remora_lab::{Host, Kind, Net, require, scratch};
 
 /// What a page needs around its commands.

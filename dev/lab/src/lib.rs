@@ -14,24 +14,20 @@
 //!
 //! The modules, in the order in which to read them:
 //!
-//! - [`server`]: start a Redis or Valkey. **Start here.**
-//! - [`cluster`]: primaries that share the slots, and their replicas. [`sentinel`]: Sentinels that watch a group.
+//! - [`server`]: start a Redis or Valkey, with certificates that are generated for each test, and ask what it says of
+//!   its commands. **Start here.**
+//! - [`sentinel`]: Sentinels that watch a group, and clusters: primaries that share the slots, and their replicas.
 //! - [`client`]: talk to it.
 //! - [`agent`]: start the program under test, read its output, wait, send signals, measure.
 //! - [`workload`]: a writer at full speed, and a data set with every type in it.
 //! - [`compare`]: whether a replica is exact, and what differs if not; `beyond_digest` is its part that digests say
-//!   nothing of.
-//! - [`contents`]: everything that a server holds, by value and without digests.
+//!   nothing of. Here is also everything that a server holds, by value and without digests.
 //! - [`require`]: what a test needs of its machine, and how it is skipped if that is missing.
-//! - [`commands`]: what a server says of its commands.
-//! - [`notes`]: lines about a test that appear although it passes.
-//! - [`prometheus`]: a real Prometheus that scrapes them, and [`http`]: a page of either.
-//! - [`browser`]: a real browser that shows a page.
-//! - [`tls`]: certificates, generated for each test.
-//! - [`net`]: hosts as network namespaces, with cables to cut, slow down and make lossy; [`iperf`] measures their
-//!   rates. [`link`]: a slow way to a server, on any kernel.
+//! - [`browser`]: a real browser that shows a page, one question by HTTP, and a real Prometheus that scrapes one.
+//! - [`net`]: hosts as network namespaces, with cables to cut, slow down and make lossy; iperf3 measures
+//!   their rates. [`Link`](net::Link): a slow way to a server, on any kernel.
 //! - [`rdma`]: an emulated machine with RDMA devices, for tests on hosts that have none.
-//! - [`process`], [`scratch`], [`random`]: the foundations of the others.
+//! - [`process`], [`scratch`] with notes about a test that passes, [`random`]: the foundations of the others.
 //!
 //! The crate's unsafe code is three calls, between fork and exec or on a thread that changes its network namespace.
 //! Each has a comment that says why it is sound.
@@ -50,7 +46,6 @@ pub mod require;
 pub mod scratch;
 pub mod sentinel;
 pub mod server;
-pub mod tls;
 pub mod workload;
 
 pub use agent::Agent;
@@ -64,6 +59,6 @@ pub use random::Random;
 pub use rdma::RdmaVm;
 pub use sentinel::Cluster;
 pub use sentinel::Sentinels;
+pub use server::Tls;
 pub use server::{Builder, Kind, Server};
-pub use tls::Tls;
 pub use workload::{Workload, fill_every_type};

@@ -16,8 +16,8 @@
 //! rate only; a lost packet loses 64 KiB at once. All hosts share this machine's processors, unless they are limited to
 //! some of them ([`Net::host_on`]).
 //!
-//! - [`Net`] and [`Host`] are here. **Start here.** [`shape`]: rates, delays and losses as arguments of `tc` and `nft`.
-//! - `namespace`: how code runs on a host.
+//! - [`Net`] and [`Host`] are here. **Start here.** Then come how code runs on a host; rates, delays and losses as
+//!   arguments of `tc` and `nft`; a slow way to a server on any kernel; and iperf3.
 
 use std::fs::File;
 use std::io::{self, Read, Write};

@@ -25,9 +25,6 @@ pub(crate) const ALONE: &str = "// Stands alone:";
 /// How generated files begin.
 const GENERATED: &str = "/* automatically generated";
 
-/// Folders whose files may be short for now: they were cut under an older bound of 600 lines, and are to be merged.
-const STILL_CUT: &[&str] = &["agent/"];
-
 /// The files of one crate that are out of a bound, a line for each.
 pub(crate) fn check(modules: &Modules) -> Vec<String> {
     let written = modules.files().filter(|(_, source)| !source.text.starts_with(GENERATED));
@@ -40,8 +37,7 @@ fn fault(file: &str, source: &Source) -> Option<String> {
         return Some(format!("{file}: {lines} lines of product code, at most {MAX_LINES}"));
     }
     let name = file.rsplit('/').next().unwrap_or(file);
-    let may_be_short =
-        ["mod.rs", "lib.rs", "main.rs"].contains(&name) || STILL_CUT.iter().any(|folder| file.starts_with(folder));
+    let may_be_short = ["mod.rs", "lib.rs", "main.rs"].contains(&name);
     (lines < MIN_LINES && !may_be_short && !is_marked(&source.text, ALONE))
         .then(|| format!("{file}: {lines} lines of product code, at least {MIN_LINES}"))
 }

@@ -26,20 +26,21 @@
 //!
 //! Nothing here is part of the product. `remora_bench` does the measuring; this crate starts it and shows the results.
 //!
-//! - [`demo`]: the demonstration. **Start here.** [`show`]: the display while it runs, and the table at its end.
+//! - [`demo`]: the demonstration. **Start here.**
 //! - [`demo_migrate`]: the demonstration of a migration.
 //! - [`demo_volume`]: the demonstration of volumes, and of files in one.
 //! - [`pictures`]: the pictures of the manual.
 //! - [`prove`]: proofs of mounted files, by other people's programs.
 //! - [`judge`]: other people's tests of replication, with Remora beside every server. [`chaos`]: random load and
 //!   faults.
-//! - [`test_times`]: what the tests took. [`soak`]: the long run under a script of faults.
-//! - [`mod@bench`]: builds and runs the benchmarks. [`bindings`]: generates or compares the RDMA libraries' types.
-//! - [`layout`]: the layout of a server's build, by watching it. [`asserting`]: fast keys in one that checks itself.
-//! - [`dist`] and [`release`]: packages, and a version of the project. [`process`]: programs that all of these
-//!   run, and the table of the topology's model.
-//! - [`command_table`]: the table of commands. [`messages`]: a list of all messages.
-//! - [`net`]: a test network with hosts, servers and agents. [`stop`]: Ctrl-C leaves nothing behind.
+//! - [`soak`]: the long run under a script of faults.
+//! - [`mod@bench`]: builds and runs the benchmarks.
+//! - [`layout`]: the layout of a server's build, by watching it; fast keys in one that checks itself; and the table of
+//!   commands.
+//! - [`dist`]: packages, and a version of the project. [`process`]: programs that all of these run, what is shown
+//!   meanwhile, and how Ctrl-C leaves nothing behind.
+//! - [`messages`]: a list of all messages, what the tests took, and the RDMA libraries' types.
+//! - [`net`]: a test network with hosts, servers and agents.
 #![forbid(unsafe_code)]
 
 mod bench;

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use remora_lab::tls::{Tls, certificates};
+use remora_lab::server::{Tls, certificates};
 use remora_messenger::stack::tls::{TlsConfig, TlsOptions};
 use remora_messenger::{Address, Keyring, Options, Policy, SendError};
 use remora_wire::Token;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 
-use remora_lab::tls::{Tls, certificates};
+use remora_lab::server::{Tls, certificates};
 use remora_lab::{Random, require};
 use remora_nbd::memory::MemoryDevice;
 use remora_nbd::{Address, Server, ServerOptions};

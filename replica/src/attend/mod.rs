@@ -9,10 +9,10 @@
 //! ```
 //!
 //! - [`attendance`]: what becomes of each connection, and when they come here: it decides, and does nothing.
-//! - [`gate`]: whether connections come here; [`passage`](mod@passage): one connection until it asks for a sync, what
+//! - [`passage`](mod@passage): whether connections come here, one connection until it asks for a sync, what
 //!   opens an encrypted one, and when a server that the primary serves through us can go on without us.
 //! - [`guide`]: what becomes of a server when its primary dies and no Sentinel knows it.
-//! - [`sources`]: which source serves it. [`syncs`]: the sync, and what a connection asks for. [`once`]: a run for one
+//! - [`syncs`]: which source serves it, the sync, and what a connection asks for. [`once`]: a run for one
 //!   full copy (`remora replica`).
 //! - The sync is that of `remora replica`, with other hands: see `driver/server/mod.rs`.
 //!

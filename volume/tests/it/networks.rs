@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_lab::tls::{Tls, certificates};
+use remora_lab::server::{Tls, certificates};
 use remora_lab::{Host, Net, Shape, require};
 use remora_messenger::stack::tls::TlsOptions;
 use remora_volume::Security;

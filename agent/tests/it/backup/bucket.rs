@@ -30,8 +30,8 @@ use crate::kit::{
     write_past_the_backlog,
 };
 use remora_lab::compare::Contents;
+use remora_lab::server::Tls;
 use remora_lab::server::wait_until;
-use remora_lab::tls::Tls;
 use remora_lab::workload::{Options, Workload, fill_every_type};
 use remora_lab::{Agent, Kind, Server, assert_same_data, require, scratch};
 

@@ -13,8 +13,8 @@ use sha2::{Digest, Sha256};
 
 use crate::kit::{LONG, Stage};
 use remora_lab::client::Address;
+use remora_lab::server::Authority;
 use remora_lab::server::wait_until;
-use remora_lab::tls::Authority;
 use remora_lab::{Agent, Client, Host, Kind, Net, browser, require};
 
 /// The group of `fsGroup`, to which volumes belong.

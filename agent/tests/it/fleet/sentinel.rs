@@ -13,7 +13,7 @@ use remora_lab::compare::same_data;
 use remora_lab::server::wait_until;
 use remora_lab::workload::{PairWriter, assert_has_all};
 use remora_lab::{
-    Agent, Error, Host, Kind, Net, Sentinels, Server, assert_same_data, fill_every_type, require, sentinel, tls,
+    Agent, Error, Host, Kind, Net, Sentinels, Server, assert_same_data, fill_every_type, require, sentinel, server,
 };
 use remora_redis::resp::Frame;
 
@@ -660,7 +660,7 @@ fn a_server_with_the_password_for_its_primary_may_follow_the_one_that_sentinel_n
 fn sentinels_that_speak_tls_are_asked_by_it() {
     let Some(kind) = require::redis() else { return };
     let stage = Stage::new();
-    let (files, _) = tls::certificates(stage.folder(), &["127.0.0.1".parse().unwrap()]).unwrap();
+    let (files, _) = server::certificates(stage.folder(), &["127.0.0.1".parse().unwrap()]).unwrap();
     let top = primary(kind).start().unwrap();
     let port = remora_lab::scratch::free_port().unwrap();
     let lines = [

@@ -20,7 +20,7 @@ use remora_agent::server::{
     Stream, Task, TlsOptions,
 };
 use remora_agent::x509::Fingerprint;
-use remora_lab::tls::{Authority, Tls};
+use remora_lab::server::{Authority, Tls};
 use remora_lab::{Server as RealServer, require};
 use remora_redis::resp::Frame;
 

@@ -15,8 +15,8 @@ use crate::kit::{
     succeeds, syncs,
 };
 use crate::sync::module::{method, with_module};
+use remora_lab::server::{Authority, Tls};
 use remora_lab::server::{Builder, wait_until};
-use remora_lab::tls::{Authority, Tls};
 use remora_lab::{Agent, Kind, Net, Server, Workload, assert_same_data, require};
 
 const TLS: [&str; 2] = ["--security", "token"];

@@ -16,8 +16,8 @@ use crate::kit::{
     says, start_cluster, steady_writer, succeeds, syncs, wait_until_loading,
 };
 use remora_lab::sentinel::wait_for_nodes;
+use remora_lab::server::{self, Authority, Tls};
 use remora_lab::server::{Builder, wait_until};
-use remora_lab::tls::{self, Authority, Tls};
 use remora_lab::workload::Options;
 use remora_lab::{Agent, Host, Kind, Net, Server, Workload, assert_same_data, browser, random, require, scratch};
 
@@ -906,7 +906,7 @@ fn scene() -> Option<(Scene, Certificates)> {
     let mut files = None;
     let scene = Scene::on_host(
         |host| {
-            let (server, _) = tls::certificates(folder.path(), &[host.address()]).unwrap();
+            let (server, _) = server::certificates(folder.path(), &[host.address()]).unwrap();
             readable(folder.path());
             files = Some(server.clone());
             primary(kind).tls(server)

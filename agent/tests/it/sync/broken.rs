@@ -19,7 +19,7 @@ use crate::kit::{
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::workload::Options;
 use remora_lab::{
-    Address, Agent, Client, Host, Kind, Net, Server, Shape, Workload, assert_same_data, process, require, tls,
+    Address, Agent, Client, Host, Kind, Net, Server, Shape, Workload, assert_same_data, process, require, server,
 };
 
 const MIB: u64 = 1 << 20;
@@ -712,8 +712,8 @@ fn a_server_that_cannot_reach_the_link_is_given_back_and_the_cause_is_named() {
 fn a_server_that_does_not_accept_the_links_certificate_is_given_back_and_the_cause_is_named() {
     let Some(kind) = require::redis().filter(|kind| kind.speaks_tls()) else { return };
     let (stage, other) = (Stage::new(), Stage::new());
-    let (files, _) = tls::certificates(stage.folder(), &[]).unwrap();
-    let (foreign, _) = tls::certificates(other.folder(), &[]).unwrap();
+    let (files, _) = server::certificates(stage.folder(), &[]).unwrap();
+    let (foreign, _) = server::certificates(other.folder(), &[]).unwrap();
     let path = |path: &std::path::Path| path.display().to_string();
     let primary = primary(kind).tls(files.clone()).start().unwrap();
     let server = Server::builder(kind).tls(files.clone()).config("tls-replication", "yes").start().unwrap();

@@ -15,7 +15,7 @@ use crate::kit::{
 use crate::sync::attend::{self, handed_over};
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::{
-    Agent, Client, Host, Kind, Net, Server, Tls, assert_same_data, fill_every_type, require, scratch, tls,
+    Agent, Client, Host, Kind, Net, Server, Tls, assert_same_data, fill_every_type, require, scratch, server,
 };
 use remora_redis::resp::Frame;
 
@@ -181,7 +181,7 @@ fn users_with_only_the_rules_that_the_help_names_suffice() {
 
 /// Certificates, and a server that replicates over TLS only.
 fn with_tls(stage: &Stage) -> (Tls, impl Fn(Builder) -> Server) {
-    let (server, _) = tls::certificates(stage.folder(), &[]).unwrap();
+    let (server, _) = server::certificates(stage.folder(), &[]).unwrap();
     let files = server.clone();
     let start = move |builder: Builder| builder.tls(files.clone()).config("tls-replication", "yes").start().unwrap();
     (server, start)

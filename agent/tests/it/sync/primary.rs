@@ -389,7 +389,7 @@ fn sigterm_ends_a_primary_with_a_source_too_by_tls_and_by_two_channels() {
     for kind in require::kinds() {
         let (stage, mut servers) = (Stage::new(), vec![(patient_primary(kind), Vec::new())]);
         if kind.speaks_tls() {
-            let (tls, _) = remora_lab::tls::certificates(stage.folder(), &[]).unwrap();
+            let (tls, _) = remora_lab::server::certificates(stage.folder(), &[]).unwrap();
             let ca = tls.ca.display().to_string();
             servers.push((
                 patient_primary(kind).tls(tls).config("tls-auth-clients", "no"),

@@ -17,7 +17,7 @@ use crate::kit::{Directory, LONG, Stage, ends, says, without_checksum};
 use crate::security::protection::{options, words};
 use crate::volume::volume_mount::mount;
 use remora_lab::server::wait_until;
-use remora_lab::tls::{Authority, Tls, certificates};
+use remora_lab::server::{Authority, Tls, certificates};
 use remora_lab::{Agent, Host, Kind, Net, Random, Server, require};
 
 /// Three servers of a volume, and what its commands need.

@@ -1,7 +1,7 @@
 //! `remora-bench messenger`: requests a second and their latency, of the messenger against raw epoll, iperf3 and
 //! ZeroMQ. Request and reply, over a number of connections, with a number of requests in flight on each. This module
 //! defines the terms and the command line; [`rate`] is a run and what it must reach; [`ours`] is the messenger, with
-//! its server as a process of its own; [`rivals`] are what it is measured beside.
+//! its server as a process of its own, and the rivals that it is measured beside.
 //!
 //! A request ends when its whole reply has arrived. Exactly `depth` requests are in flight on each connection from the
 //! first to the last moment of the measured time. Requests in flight at the end are awaited and not counted. Every

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use remora_lab::workload::{Options, Workload, key_count};
 use remora_lab::{
-    Address, Client, Kind, Server, assert_same_data, compare, fill_every_type, process, random, require, scratch, tls,
+    Address, Client, Kind, Server, assert_same_data, compare, fill_every_type, process, random, require, scratch,
+    server,
 };
 use remora_redis::rdb::{Found, Scanner, TAIL_BYTES, Text};
 
@@ -89,7 +90,7 @@ fn a_restarted_server_loads_its_file_and_a_paused_one_is_silent() {
 fn a_server_with_certificates_replicates_over_tls() {
     let Some(kind) = require::redis().filter(|kind| kind.speaks_tls()) else { return };
     let folder = scratch::folder("tls").unwrap();
-    let (files, _) = tls::certificates(folder.path(), &[]).unwrap();
+    let (files, _) = server::certificates(folder.path(), &[]).unwrap();
     let secure = || Server::builder(kind).tls(files.clone()).config("tls-replication", "yes");
     let (primary, replica) = (secure().start().unwrap(), secure().start().unwrap());
     assert!(primary.tls_url().unwrap().starts_with("rediss://127.0.0.1:"));

@@ -9,8 +9,7 @@
 //!
 //! The newest kept run of each label is shown; runs of different labels are shown beside each other.
 //!
-//! - [`tables`], [`mass`]: Markdown. [`targets`]: the targets, and whether they were reached. [`plots`]:
-//!   SVG.
+//! - [`tables`]: Markdown, the targets, and whether they were reached. [`plots`]: SVG. Mass replacement has both here.
 
 pub mod plots;
 pub mod tables;
