@@ -56,6 +56,40 @@ pub enum Mutation {
     AstrayLeft,
     /// A turn (`--at-once`) does not end when the server has loaded.
     TurnKept,
+    /// A standby copies a snapshot whose history its server does not have.
+    AnyHistoryCopied,
+    /// A standby has the server continue the stream where the server is, not where the copied part ends.
+    CopyLeavesAGap,
+    /// A standby asks for the stream without a look at whether the server has it.
+    CopyUnasked,
+    /// A standby's own snapshots are numbered on from the number of the copy, as those of the first source are.
+    CopyNumbersOn,
+    /// A copy takes the place of a snapshot that replicas still read.
+    CopyOverReaders,
+    /// A standby takes a snapshot of its own as soon as a replica waits.
+    StandbyForksAtOnce,
+    /// A first source takes a snapshot because a standby waits for one.
+    ForkForAStandby,
+    /// A reader that has several sources tries one.
+    OneSourceTried,
+    /// The hand-off asks the source that the agent has moved to, though that captures another server.
+    FirstPlanBelieved,
+    /// A replica that waits for its turn goes to the end of the queue when its connection breaks.
+    PlaceLost,
+    /// Every replica that waits is given a turn when one is free.
+    TurnsUncounted,
+    /// A replica that needs the stream only, or the rest of its slots, waits for a turn.
+    TurnForAll,
+    /// The turn of a replica that takes nothing any more is kept.
+    StalledTurnKept,
+    /// A standby takes a turn, and waits for one.
+    StandbyTakesTurn,
+    /// Agents that lost the same thing come back at the same time.
+    NoJitter,
+    /// Each replica gets a snapshot of its own.
+    SnapshotNotShared,
+    /// The primary is asked for another stream with each snapshot.
+    StreamForEach,
     /// The first source that has the right history serves, also one beside a server that stands still.
     FirstSourceKept,
     /// `remora switch` promotes a server that is behind the one that has stepped down.

@@ -3,6 +3,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::mutation::Mutation;
+
 /// Pauses that double from 100 ms to 5 s. Each is drawn between half and the whole of its length, so that many agents
 /// that lost the same server do not return at the same time.
 ///
@@ -33,6 +35,9 @@ impl Backoff {
     pub fn next(&mut self) -> Duration {
         let whole = self.next;
         self.next = (whole * 2).min(Self::LAST);
+        if Mutation::NoJitter.is_active() {
+            return whole;
+        }
         whole.mul_f64(0.5 + self.draws.fraction() / 2.0)
     }
 

@@ -160,6 +160,9 @@ impl<E: Display> Round<E> {
             (Err(error), _) => self.why = Some(error),
         }
         self.tried += 1;
+        if remora_base::mutation::Mutation::OneSourceTried.is_active() {
+            return self.why.take().map(Err);
+        }
         addresses.state().present = (self.begun + self.tried) % count;
         if self.tried < count { None } else { self.why.take().map(Err) }
     }

@@ -213,6 +213,11 @@ impl DataSet {
         self.agreed().as_ref().is_some_and(|agreed| agreed.is_captured(primary))
     }
 
+    /// The server that the present source captures, by its run id; `None`: it has not told.
+    pub fn captured(&self) -> Option<String> {
+        self.agreed().as_ref().map(|agreed| agreed.run_id.clone()).filter(|run_id| !run_id.is_empty())
+    }
+
     /// Notes how far a source of this data set is.
     fn note(&self, offer: &Offer) {
         let Some(history) = offer.replid else { return };

@@ -191,7 +191,7 @@ pub(super) fn plan(source: &Source, generation: u64, with_stream: bool, own_form
         stored: source.options.stored.clone(),
         tried: source.choice.tried.clone(),
         journal_bytes: source.tables.journal_ring(),
-        first: source.standby.as_ref().and_then(|standby| standby.copying.clone()),
+        first: source.standby.as_ref().and_then(|standby| standby.copies.copying().cloned()),
         tuning: source.methods.tuning.clone(),
         reader_version: source.facts.own_format().filter(|_| own_format).map(|version| version.to_string()),
         may_import_slots: source.facts.may_import_slots(),

@@ -27,7 +27,7 @@
 //!   estimates how long the snapshot will be.
 //! - `preparation` checks the limit of open descriptors, and touches the memory before the first snapshot, while the
 //!   port is open.
-//! - `standby` copies the snapshots of another source (`--standby-of`).
+//! - `standby` copies the snapshots of another source (`--standby-of`); `copies` decides which, and when.
 //! - `service_manager` has the service manager keep a snapshot for the next process, and takes a port that it keeps
 //!   open.
 //! - This file connects them and performs the machine's actions.
@@ -41,6 +41,7 @@ mod captured;
 mod captures;
 mod choice;
 mod compression;
+mod copies;
 mod exports;
 mod gauge;
 pub mod machine;
@@ -60,6 +61,7 @@ pub mod parts {
     pub use crate::answers::{known_history, plan_of};
     pub use crate::capture::psync_link::{Pieces, Received, Socket, is_same_history};
     pub use crate::capture::{CaptureError, CaptureEvent, Intake, Written};
+    pub use crate::copies::{Copies, End, Here, continues, reaches};
     pub use crate::gauge::{Arrivals, Reading};
 }
 
@@ -522,10 +524,10 @@ impl Source {
             Action::Capture { generation, with_stream, fresh } => {
                 // The thread of an earlier capture may still run until it ends. It must not reuse further slots.
                 self.gauge.allow_retiring(0);
-                let copying = self.standby.as_ref().and_then(|standby| standby.copying.clone());
+                let copying = self.standby.as_ref().and_then(|standby| standby.copies.copying().cloned());
                 let replaced = match copying.filter(|copying| copying.offer.generation == generation) {
                     Some(first) => {
-                        let copied = standby::copied(&first.offer).map_err(Failure::refused)?;
+                        let copied = copies::copied(&first.offer).map_err(Failure::refused)?;
                         self.tables.prepare_copy(&self.options, copied, fresh)?
                     }
                     None => self.tables.prepare(&self.options, &self.facts, fresh)?,

@@ -18,18 +18,17 @@ use std::time::Duration;
 
 use remora_fabric::TransportKind;
 use remora_fabric::verbs::CompletionMode;
-use remora_protocol::{Message, Offer, Phase, Progress};
+use remora_protocol::{Message, Phase, Progress};
 use remora_reader::ReadOptions;
 use remora_reader::addresses::Addresses;
 use remora_reader::source::{Received, Session, Source as First, join};
-use remora_table::{Geometry, SealKey};
 use tokio::sync::Notify;
 use tokio::sync::mpsc::Sender;
 
 use super::capture::{CaptureEvent, Offered};
+use super::copies::{Copies, End, Here};
 use super::gauge::Gauge;
 use super::machine::Event;
-use super::tables::Copied;
 use super::{Incoming, Source};
 use crate::options::{Compress, Options};
 use remora_base::pace::Backoff;
@@ -37,7 +36,6 @@ use remora_base::units::Size;
 use remora_conversation::tokens::Credentials;
 use remora_conversation::transports::{RdmaEnd, RdmaRead, TransportChoice};
 use remora_process::AbortOnDrop;
-use remora_process::events;
 use remora_process::exit::Failure;
 use remora_server::HostPort;
 
@@ -56,13 +54,7 @@ pub(crate) enum News {
 
 /// The loop's part.
 pub(super) struct Standby {
-    first: HostPort,
-    /// Offered, and neither copied nor given up.
-    offered: Option<Arc<Offered>>,
-    /// What is copied now.
-    pub(super) copying: Option<Arc<Offered>>,
-    /// Why there is no conversation with the first one, or why what it offers cannot be copied; empty if all is well.
-    trouble: String,
+    pub(super) copies: Copies<Offered>,
     shared: Arc<Shared>,
     _task: AbortOnDrop,
 }
@@ -97,14 +89,13 @@ impl Standby {
             tell,
         };
         let task = AbortOnDrop::new(&tokio::spawn(task.run()));
-        let trouble = "it was not reached yet".to_owned();
-        Some(Standby { first, offered: None, copying: None, trouble, shared, _task: task })
+        Some(Standby { copies: Copies::of(first), shared, _task: task })
     }
 
     /// What the standby does, in words.
     pub(super) fn words(&self, source: &Source) -> String {
         let snapshot = source.machine.status().snapshot;
-        let what = match (&self.copying, snapshot.is_some_and(|snapshot| snapshot.is_sealed())) {
+        let what = match (self.copies.copying(), snapshot.is_some_and(|snapshot| snapshot.is_sealed())) {
             (Some(_), _) => format!("{} of its snapshot are copied", Size::bytes(source.gauge.received())),
             (None, true) => "a whole snapshot is here".to_owned(),
             (None, false) => "no snapshot is here yet".to_owned(),
@@ -114,16 +105,7 @@ impl Standby {
             Some(_) => format!(", {} behind the server", Size::bytes(behind)),
             None => String::new(),
         };
-        let trouble = if self.trouble.is_empty() { String::new() } else { format!(" ({})", self.trouble) };
-        format!("standby of {}: {what}{stream}{trouble}", self.first)
-    }
-
-    /// Notes why the first one's snapshots cannot be copied, and logs it once.
-    fn trouble(&mut self, why: String) {
-        if self.trouble != why {
-            tracing::warn!(event = events::STANDBY_WAITS, first = %self.first, "nothing is copied from the source {}: {why}", self.first);
-            self.trouble = why;
-        }
+        format!("standby of {}: {what}{stream}{}", self.copies.first(), self.copies.trouble_in_words())
     }
 }
 
@@ -132,13 +114,12 @@ pub(super) fn told(source: &mut Source, news: News) {
     let Some(standby) = &mut source.standby else { return };
     match news {
         News::Offered(offered) => {
-            standby.offered = Some(Arc::from(offered));
+            standby.copies.offered(Arc::from(offered));
             // Its history may be newer than what is known of the server.
             source.learn();
         }
         News::Away(why) => {
-            standby.offered = None;
-            standby.trouble(why);
+            standby.copies.away(why);
         }
     }
 }
@@ -148,30 +129,18 @@ pub(super) fn told(source: &mut Source, news: News) {
 /// # Errors
 /// As those of the machine's actions.
 pub(super) fn look(source: &mut Source) -> Result<(), Failure> {
-    let Some(offered) = source.standby.as_ref().and_then(|standby| standby.offered.clone()) else { return Ok(()) };
-    let suits = suits(source, &offered.offer);
-    let has_newer =
-        source.machine.status().snapshot.and_then(|snapshot| snapshot.origin()).is_some_and(|present| {
-            Some(present.history) == offered.offer.replid && present.offset >= offered.offer.offset
-        });
-    // The thread that prepares the memory writes it.
-    let can_begin = !source.preparation.is_under_way() && source.machine.can_copy(offered.offer.generation);
-    let Some(standby) = &mut source.standby else { return Ok(()) };
-    if let Err(why) = suits {
-        standby.trouble(why);
-        return Ok(());
-    }
-    standby.trouble.clear();
-    if has_newer {
-        standby.offered = None;
-        return Ok(());
-    }
-    if !can_begin {
-        return Ok(());
-    }
-    let generation = offered.offer.generation;
-    standby.offered = None;
-    standby.copying = Some(offered);
+    let Some(standby) = source.standby.as_mut().filter(|standby| standby.copies.has_an_offer()) else { return Ok(()) };
+    let tables = &source.tables;
+    let here = Here {
+        server: source.captured.server().url().to_string(),
+        replid: source.facts.replid,
+        is_sealed: tables.is_sealed(),
+        compresses: tables.compress() != Compress::Off,
+        room: tables.own_shape(&source.options).map(|shape| shape.memory_len()),
+        // The thread that prepares the memory writes it.
+        is_preparing: source.preparation.is_under_way(),
+    };
+    let Some(generation) = standby.copies.look(&source.machine, &here) else { return Ok(()) };
     standby.shared.copying.store(generation, Relaxed);
     source.apply(Event::Copied { generation })
 }
@@ -179,66 +148,12 @@ pub(super) fn look(source: &mut Source) -> Result<(), Failure> {
 /// A copy has ended. Called with each event of a capture.
 pub(super) fn capture_says(source: &mut Source, event: &CaptureEvent) {
     let Some(standby) = &mut source.standby else { return };
-    let (ended, has_failed) = match event {
-        CaptureEvent::Completed { generation, .. } => (*generation, false),
-        CaptureEvent::Failed { generation, .. } => (*generation, true),
-        _ => return,
-    };
-    if standby.copying.take_if(|copying| copying.offer.generation == ended).is_some() {
+    if let Some(end) = standby.copies.ended(event) {
         standby.shared.copying.store(0, Relaxed);
-        if has_failed {
+        if end == End::Failed {
             standby.shared.failed.notify_one();
         }
     }
-}
-
-/// The table of an offer, as it is copied.
-pub(super) fn copied(offer: &Offer) -> Result<Copied, String> {
-    let geometry = Geometry { slot_size: offer.snapshot.slot_size, slots: offer.snapshot.slots };
-    let geometry = geometry.checked().map_err(|error| error.to_string())?;
-    let key = match &offer.snapshot.seal[..] {
-        [] => None,
-        seal => Some(SealKey::from_bytes(seal).map_err(|error| error.to_string())?),
-    };
-    Ok(Copied { generation: offer.generation, geometry, key })
-}
-
-/// Whether a snapshot can be copied into the memory here, and the stream behind it comes from the server here.
-fn suits(source: &Source, offer: &Offer) -> Result<(), String> {
-    let (tables, server) = (&source.tables, source.captured.server());
-    if offer.replid.is_none() || offer.replid != source.facts.replid {
-        let named =
-            |replid: Option<remora_redis::ReplId>| replid.map_or("none".to_owned(), |replid| replid.to_string());
-        return Err(format!(
-            "it has the history {}, and the server here, {}, has {}: both must have the same primary",
-            named(offer.replid),
-            server.url(),
-            named(source.facts.replid)
-        ));
-    }
-    if !offer.snapshot.retained {
-        return Err("its snapshot is larger than its --memory, so that slots are reused: give it more".into());
-    }
-    let copied = copied(offer)?;
-    if copied.key.is_some() != tables.is_sealed() {
-        return Err(
-            "one of both encrypts its tables and the other does not: give both the same --security, and each an \
-                    address of the same network to --listen"
-                .into(),
-        );
-    }
-    if offer.snapshot.compressed != (tables.compress() != Compress::Off) {
-        return Err("one of both compresses and the other does not: give both the same --compress".into());
-    }
-    let (needs, room) = (copied.geometry.memory_len(), tables.own_shape(&source.options)?.memory_len());
-    if needs > room {
-        return Err(format!(
-            "its table takes {}, and {} are here for one: give this source as much --memory",
-            Size::bytes(needs),
-            Size::bytes(room)
-        ));
-    }
-    Ok(())
 }
 
 /// How the first one is read: over the network also on the same host, where shared memory has the plain table only.

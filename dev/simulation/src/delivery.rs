@@ -170,6 +170,8 @@ pub(super) struct Delivery {
     next_byte: u64,
     loaded: bool,
     feed: Option<Feed>,
+    /// The source that was read last.
+    read_from: Option<usize>,
     /// Slots that have arrived and were not given to the server.
     slots: VecDeque<u64>,
     fetched: bool,
@@ -201,6 +203,7 @@ impl Delivery {
             next_byte: 0,
             loaded: false,
             feed: None,
+            read_from: None,
             slots: VecDeque::new(),
             fetched: false,
             total: None,
@@ -331,6 +334,16 @@ impl Deliver for Delivery {
             self.stream_fetched = feed.origin.offset;
             self.total = None;
         }
+        if self.feed.is_none()
+            && self.origin == Some(feed.origin)
+            && self.read_from.is_some_and(|from| from != feed.source)
+        {
+            world.count("a reader goes on with another source");
+            if self.next_slot > 0 && !self.loaded {
+                world.count("a reader goes on at its slot with another source");
+            }
+        }
+        self.read_from = Some(feed.source);
         let wants_slots = !self.loaded && !self.link.as_ref().is_some_and(|link| link.stage == Stage::Streaming);
         (feed.reads_snapshot, feed.next_slot) = (wants_slots, self.next_slot);
         self.slots.clear();

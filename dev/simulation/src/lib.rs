@@ -24,6 +24,7 @@ mod cable;
 mod check;
 mod delivery;
 mod explore;
+mod fleet;
 mod late;
 mod liar;
 mod memory;
@@ -45,3 +46,4 @@ mod wire;
 mod world;
 
 pub use self::explore::{Limits, Summary, explain, explore};
+pub use self::fleet::{Storm, storm};

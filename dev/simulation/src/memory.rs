@@ -17,6 +17,7 @@ pub(super) struct Memories {
 
 /// The slots of one snapshot.
 pub(super) struct Snapshot {
+    origin: Origin,
     slots: VecDeque<u64>,
     /// Slots below this one were written over.
     pub(super) retired: u64,
@@ -39,8 +40,8 @@ pub(super) struct Journal {
 pub(super) struct Lost(pub(super) &'static str);
 
 impl Snapshot {
-    fn new(room: u64) -> Snapshot {
-        Snapshot { slots: VecDeque::new(), retired: 0, end: None, room }
+    fn new(origin: Origin, room: u64) -> Snapshot {
+        Snapshot { origin, slots: VecDeque::new(), retired: 0, end: None, room }
     }
 
     pub(super) fn published(&self) -> u64 {
@@ -92,7 +93,10 @@ impl Memories {
     /// A source keeps one snapshot and one journal, and neither grows beyond its room. The writers of the real tables
     /// refuse what does not fit, and the model does too; that no second table lives beside is up to the source's
     /// machine.
+    ///
+    /// Tables of two sources that have one number are of one snapshot.
     pub(super) fn within_limits(&self) -> Result<(), String> {
+        self.are_copies()?;
         let (mut snapshots, mut journals) = (BTreeSet::new(), BTreeSet::new());
         for (&(source, generation), snapshot) in &self.snapshots {
             if !snapshots.insert(source) {
@@ -115,10 +119,23 @@ impl Memories {
         Ok(())
     }
 
+    fn are_copies(&self) -> Result<(), String> {
+        let mut by_number: BTreeMap<u64, (usize, &Snapshot)> = BTreeMap::new();
+        for (&(source, generation), snapshot) in &self.snapshots {
+            let Some((other, before)) = by_number.insert(generation, (source, snapshot)) else { continue };
+            let both = snapshot.slots.iter().zip(&before.slots);
+            let differs = snapshot.retired == 0 && before.retired == 0 && both.into_iter().any(|(one, two)| one != two);
+            if snapshot.origin != before.origin || differs {
+                return Err(format!("sources {other} and {source} call different snapshots {generation}"));
+            }
+        }
+        Ok(())
+    }
+
     // ---- the source ----
 
     pub(super) fn begin_snapshot(&mut self, key: (usize, u64), origin: Origin, room: u64) {
-        self.snapshots.insert(key, Snapshot::new(room));
+        self.snapshots.insert(key, Snapshot::new(origin, room));
         if let Some(real) = &mut self.real {
             real.begin_snapshot(key, origin, room);
         }

@@ -5,11 +5,11 @@ use std::time::Duration;
 use super::check::{STOP_LIMIT, Watch};
 use super::oracle::LATE;
 use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, SourceOptions, Trap, UNREST, address};
-use super::replica_agent::{ReplicaAgent, ReplicaOptions, SOURCE};
+use super::replica_agent::{ReplicaAgent, ReplicaOptions};
 use super::run::Simulation;
 use super::source_agent::SourceAgent;
 use super::tables::Tables;
-use super::wire::{Address, Host, ServerId};
+use super::wire::{Address, Host, SOURCES, ServerId};
 use super::world::Event;
 use remora_conversation::transports::{RdmaRead, TransportChoice};
 use remora_reader::ReadOptions;
@@ -30,7 +30,7 @@ const FLOOD: usize = 30_000;
 const FINAL_LIMIT: Duration = Duration::from_secs(60);
 
 /// What the agent beside this server is asked to do.
-fn options(id: ServerId, plan: &ReplicaPlan, replace: bool) -> Options {
+fn options(id: ServerId, plan: &ReplicaPlan, sources: usize, replace: bool) -> Options {
     let Address { host, port } = address(PRIMARY);
     let server = Login {
         url: ServerUrl::tcp(format!("beside-{}", id.0), 6379),
@@ -38,9 +38,10 @@ fn options(id: ServerId, plan: &ReplicaPlan, replace: bool) -> Options {
         password_file: None,
         tls: TlsOptions::default(),
     };
-    let source = HostPort { host: SOURCE.0.into(), port: SOURCE.1 };
+    let listed: Vec<String> = SOURCES[..sources].iter().map(|(host, port)| format!("{host}:{port}")).collect();
+    let Ok(source) = listed.join(",").parse() else { unreachable!("they are addresses") };
     let read = ReadOptions {
-        source: source.into(),
+        source,
         transport: TransportChoice::Auto,
         lanes: 1,
         rdma: RdmaRead::default(),
@@ -133,9 +134,28 @@ impl Simulation {
             Act::StopSource | Act::KillSource => {
                 let world = &mut self.world;
                 let killed = act == Act::KillSource;
-                self.sources.iter_mut().for_each(|source| source.stop(world, killed));
+                let of_the_place = self.sources.iter_mut().filter(|source| source.options.place == 0);
+                of_the_place.for_each(|source| source.stop(world, killed));
             }
             Act::StartSource => self.start_source(),
+            Act::KillStandby => {
+                let world = &mut self.world;
+                let of_the_place = self.sources.iter_mut().filter(|source| source.options.place == 1);
+                of_the_place.for_each(|source| source.stop(world, true));
+            }
+            Act::StartStandby => self.start_standby(),
+            Act::CutSources | Act::SlowSources => {
+                let time = self.world.millis(20_000);
+                match act {
+                    Act::CutSources => self.world.cut(Host::Source(0), Host::Source(1), time),
+                    _ => self.world.slow(Host::Source(0), Host::Source(1), time),
+                }
+            }
+            Act::CutStandby => {
+                let server = ServerId(self.world.draw.below(self.world.servers.len() as u64) as usize);
+                let time = self.world.millis(20_000);
+                self.world.cut(Host::Server(server), Host::Source(1), time);
+            }
             Act::ForeignSource => self.start_foreign_source(),
             Act::CutConnection => {
                 let open = self.world.open_connections();
@@ -149,9 +169,9 @@ impl Simulation {
                 let number = self.world.servers.len() as u64;
                 let one = ServerId(self.world.draw.below(number) as usize);
                 let other = ServerId(self.world.draw.below(number) as usize);
-                let other = if one == other { Host::Source } else { Host::Server(other) };
+                let other = if one == other { Host::Source(0) } else { Host::Server(other) };
                 let time = self.world.millis(20_000);
-                if other == Host::Source {
+                if other == Host::Source(0) {
                     self.world.late.cut(self.world.now, self.world.now + time);
                 }
                 self.world.cut(Host::Server(one), other, time);
@@ -196,7 +216,8 @@ impl Simulation {
         let plan = self.plan.replicas[id.0 - FIRST_REPLICA].clone();
         // After the unrest nothing is to be refused.
         let replace = plan.follows_before || self.world.now >= UNREST;
-        let args = options(id, &plan, replace);
+        let sources = if self.plan.standby.as_ref().is_some_and(|standby| !standby.is_learned) { 2 } else { 1 };
+        let args = options(id, &plan, sources, replace);
         let folder = self.folder.clone();
         let number = self.replicas.len();
         let agent =
@@ -208,7 +229,8 @@ impl Simulation {
     fn start_foreign_source(&mut self) {
         let Some(captured) = self.world.foreign.filter(|&id| self.world.server(id).alive) else { return };
         let world = &mut self.world;
-        self.sources.iter_mut().for_each(|source| source.stop(world, true));
+        let of_the_place = self.sources.iter_mut().filter(|source| source.options.place == 0);
+        of_the_place.for_each(|source| source.stop(world, true));
         // Its announcement is what the right one says: only the history tells them apart.
         let options = SourceOptions { captured, eager: true, ..self.plan.source.clone() };
         let source = SourceAgent::start(&mut self.world, self.sources.len(), options);
@@ -219,13 +241,25 @@ impl Simulation {
         let (foreign, world) = (self.world.foreign, &mut self.world);
         let foreign = self.sources.iter_mut().filter(|source| Some(source.options.captured) == foreign);
         foreign.for_each(|source| source.stop(world, true));
-        if self.sources.iter().any(|source| source.is_running) {
+        if self.sources.iter().any(|source| source.is_running && source.options.place == 0) {
             return;
         }
         if !self.world.server(self.plan.source.captured).alive {
             return self.later(Duration::from_secs(2), Act::StartSource);
         }
         let source = SourceAgent::start(&mut self.world, self.sources.len(), self.plan.source.clone());
+        self.sources.push(source);
+    }
+
+    fn start_standby(&mut self) {
+        let Some(standby) = self.plan.standby.clone() else { return };
+        if self.sources.iter().any(|source| source.is_running && source.options.place == 1) {
+            return;
+        }
+        if !self.world.server(standby.source.captured).alive {
+            return self.later(Duration::from_secs(2), Act::StartStandby);
+        }
+        let source = SourceAgent::start(&mut self.world, self.sources.len(), standby.source);
         self.sources.push(source);
     }
 
@@ -313,7 +347,13 @@ impl Simulation {
             self.do_it(Act::StartServer(ServerId(number)));
         }
         self.do_it(Act::SwitchBack);
-        self.do_it(Act::StartSource);
+        match self.plan.standby.as_ref().map(|standby| standby.stay) {
+            None => self.do_it(Act::StartSource),
+            Some([first, second]) => {
+                self.do_it(if first { Act::StartSource } else { Act::KillSource });
+                self.do_it(if second { Act::StartStandby } else { Act::KillStandby });
+            }
+        }
         self.later(LOOK_EVERY, Act::Look);
     }
 

@@ -12,7 +12,7 @@ use std::rc::{Rc, Weak};
 use std::time::Duration;
 
 use super::promises::Promise;
-use super::wire::{Ask, Conn, End, Keeper, Message, ServerId};
+use super::wire::{Ask, Conn, End, Host, Keeper, Message, ServerId};
 use super::world::{Event, World, facts};
 use remora_replica::parts::driver::PIN_SIZES;
 use remora_server::pins::{Book, Bounds, Extent, KEEP_LIMIT, Link, Next, NoPin, Pin, Released, Request};
@@ -134,8 +134,8 @@ impl<K: Copy + PartialEq> Pinning<K> {
 
     /// What the server says, if it can be reached.
     fn look(&self, world: &World) -> Option<Facts> {
-        let (from, server) = (self.line(0).host(), world.server(self.server));
-        let is_cut = world.cut_until(from, End::Server(self.server).host()).is_some();
+        let (from, server) = (world.host(self.line(0)), world.server(self.server));
+        let is_cut = world.cut_until(from, Host::Server(self.server)).is_some();
         (server.alive && !is_cut).then(|| facts(world, self.server))
     }
 

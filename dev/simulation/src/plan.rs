@@ -72,6 +72,14 @@ pub(super) enum Act {
     StopSource,
     KillSource,
     StartSource,
+    /// The same for the second source.
+    KillStandby,
+    StartStandby,
+    /// The hosts of both sources do not reach each other, or only slowly.
+    CutSources,
+    SlowSources,
+    /// A server does not reach the second source.
+    CutStandby,
     /// The source's name leads to the source of another primary.
     ForeignSource,
     /// Any connection breaks.
@@ -126,6 +134,21 @@ pub(super) struct SourceOptions {
     pub(super) max_age: Duration,
     /// Agents that may load at the same time.
     pub(super) at_once: Option<NonZeroU32>,
+    /// Which of the two addresses of sources it has.
+    pub(super) place: usize,
+    /// Set if it stands by for the source of the other place: for how long it takes no snapshot of its own.
+    pub(super) standby: Option<Duration>,
+}
+
+/// Two sources, of which one stands by for the other, or each for the other.
+#[derive(Clone, Debug)]
+pub(super) struct StandbyPlan {
+    /// The second source.
+    pub(super) source: SourceOptions,
+    /// Agents know the first one's address only, until it tells them the second one's.
+    pub(super) is_learned: bool,
+    /// Which of the two serve in the end.
+    pub(super) stay: [bool; 2],
 }
 
 /// See the module's text.
@@ -139,6 +162,7 @@ pub(super) struct Plan {
     pub(super) pace: Duration,
     pub(super) write_every: u64,
     pub(super) source: SourceOptions,
+    pub(super) standby: Option<StandbyPlan>,
     pub(super) replicas: Vec<ReplicaPlan>,
     pub(super) acts: Vec<(Duration, Act)>,
     pub(super) traps: Vec<Trap>,
@@ -155,6 +179,13 @@ const LACKING: u64 = 17;
 
 /// The same for how many agents may load at once.
 const TURNS: u64 = 18;
+
+/// The same for a second source, which one schedule in this many has.
+const STANDBY: u64 = 19;
+const STANDBY_ONE_IN: u64 = 5;
+
+/// What a standby is about to do when faults are placed.
+const COPY_JOBS: [&str; 4] = ["Copy", "CopyRecords", "CopyLinked", "CopyWhole"];
 
 /// Something that happens soon after an agent has begun with a job on its server.
 #[derive(Clone, Debug)]
@@ -228,6 +259,12 @@ impl Plan {
         self.replicas.iter().any(|replica| replica.lacks_a_command)
     }
 
+    /// Whether there is a second source.
+    #[cfg(test)]
+    pub(super) fn has_a_standby(&self) -> bool {
+        self.standby.is_some()
+    }
+
     /// Whether a server is reattached while it is handed over.
     #[cfg(test)]
     pub(super) fn reattaches(&self) -> bool {
@@ -238,7 +275,8 @@ impl Plan {
     /// Whether something happens to an agent while it has a job on a server with the module.
     #[cfg(test)]
     pub(super) fn has_traps_at_a_module(&self) -> bool {
-        self.traps.iter().any(|trap| self.replicas[trap.server.0 - FIRST_REPLICA].module)
+        let replica = |trap: &Trap| self.replicas.get(trap.server.0.checked_sub(FIRST_REPLICA)?);
+        self.traps.iter().filter_map(replica).any(|replica| replica.module)
     }
 
     /// Whether writes are longer than the backlog, which is large enough to be pinned.
@@ -275,6 +313,8 @@ impl Plan {
             journal: if small_journal { 2000 } else { 100_000 },
             max_age: Duration::from_secs(if young { 10 } else { 300 }),
             at_once: NonZeroU32::new(u32::from(Random::split(seed, TURNS).below(4) == 0)),
+            place: 0,
+            standby: None,
         };
         let number = 1 + draw.below(3) as usize;
         let mut replicas: Vec<ReplicaPlan> = (0..number).map(|_| ReplicaPlan::drawn(&mut draw)).collect();
@@ -287,6 +327,8 @@ impl Plan {
         traps.extend(Trap::reattaching(seed, number));
         let foreign = lead_elsewhere(seed, &mut acts);
         write_long(seed, number, &mut acts, &mut traps);
+        let mut source = source;
+        let standby = stand_by(seed, &mut source, &mut replicas, &mut acts, &mut traps);
         let backlog = [1500, 6000, 40_000][draw.below(3) as usize];
         let is_tiny = Random::split(seed, 9).below(TINY_ONE_IN) == 0;
         let slow = draw.below(5) == 0;
@@ -299,12 +341,83 @@ impl Plan {
             pace: Duration::from_millis(if slow { 300 + draw.below(1500) } else { 1 + draw.below(80) }),
             write_every: 40 + draw.below(200),
             source,
+            has_late_commands: Random::split(seed, 7).below(LATE_ONE_IN) == 0 && standby.is_none(),
+            standby,
             replicas,
             acts,
             traps,
-            has_late_commands: Random::split(seed, 7).below(LATE_ONE_IN) == 0,
             private_buffers: Random::split(seed, 8).below(PRIVATE_ONE_IN) == 0,
         }
+    }
+}
+
+/// Adds a second source, some times, and what happens to both.
+fn stand_by(
+    seed: u64,
+    first: &mut SourceOptions,
+    replicas: &mut [ReplicaPlan],
+    acts: &mut Vec<(Duration, Act)>,
+    traps: &mut Vec<Trap>,
+) -> Option<StandbyPlan> {
+    let mut draw = Random::split(seed, STANDBY);
+    if draw.below(STANDBY_ONE_IN) > 0 {
+        return None;
+    }
+    // What is copied is the model's slots.
+    replicas.iter_mut().for_each(|replica| replica.mode = Mode::Model);
+    let beside_second = draw.below(3) == 0;
+    let waits = Duration::from_secs([3, 10, 30][draw.below(3) as usize]);
+    let standby = Some(waits);
+    let captured = if beside_second { SECOND } else { PRIMARY };
+    if draw.below(3) == 0 {
+        first.standby = Some(waits);
+    }
+    // Without that no snapshot can be copied.
+    first.retained |= draw.below(4) > 0;
+    let source = SourceOptions { captured, eager: false, place: 1, standby, ..first.clone() };
+    let is_learned = draw.below(3) == 0;
+    let stay = match draw.below(3) {
+        0 => [true, false],
+        1 if !is_learned => [false, true],
+        _ => [true; 2],
+    };
+    acts.push((Duration::from_millis(draw.below(6000)), Act::StartStandby));
+    for _ in 0..draw.below(6) {
+        let time = Duration::from_secs(3) + Duration::from_millis(draw.below(45_000));
+        let soon = time + Duration::from_millis(draw.below(9000));
+        acts.extend(fault_of_a_source(&mut draw, time, soon));
+    }
+    for job in COPY_JOBS {
+        for _ in 0..draw.below(3) {
+            let time = Duration::from_millis(draw.below(30));
+            let soon = time + Duration::from_millis(draw.below(4000));
+            let faults = fault_of_a_source(&mut draw, time, soon);
+            traps.push(Trap { server: captured, job, acts: faults });
+        }
+    }
+    // While servers load.
+    for (replica, number) in replicas.iter_mut().zip(FIRST_REPLICA..) {
+        if draw.below(2) == 0 {
+            replica.pace += Duration::from_millis(draw.below(300));
+            let (time, soon) = (Duration::from_millis(draw.below(1500)), Duration::from_secs(2 + draw.below(9)));
+            let acts = vec![(time, Act::KillSource), (time + soon, Act::StartSource)];
+            traps.push(Trap { server: ServerId(number), job: "Follow", acts });
+        }
+    }
+    Some(StandbyPlan { source, is_learned, stay })
+}
+
+/// A fault of a source, its servers or the ways between them, and its end.
+fn fault_of_a_source(draw: &mut Random, time: Duration, soon: Duration) -> Vec<(Duration, Act)> {
+    match draw.below(10) {
+        0..=2 => vec![(time, Act::KillSource), (soon, Act::StartSource)],
+        3 => vec![(time, Act::StopSource), (soon, Act::StartSource)],
+        4 => vec![(time, Act::KillStandby), (soon, Act::StartStandby)],
+        5 => vec![(time, Act::CutSources)],
+        6 => vec![(time, Act::SlowSources)],
+        7 => vec![(time, Act::CutStandby)],
+        8 => vec![(time, Act::Restart(PRIMARY)), (soon, Act::StartServer(PRIMARY))],
+        _ => vec![(time, Act::LongWrite), (time, Act::LongWrite)],
     }
 }
 
@@ -395,7 +508,7 @@ impl Plan {
         let is_lost = |act: &Act| matches!(act, Act::Crash(id) | Act::Restart(id) if *id == PRIMARY);
         let lasts = |pace: Duration| pace * self.slots as u32 > Duration::from_secs(20);
         self.traps.iter().any(|trap| {
-            let replica = self.replicas.get(trap.server.0 - FIRST_REPLICA);
+            let replica = trap.server.0.checked_sub(FIRST_REPLICA).and_then(|number| self.replicas.get(number));
             on_the_way.contains(&trap.job)
                 && trap.acts.iter().any(|(_, act)| is_lost(act))
                 && (lasts(self.pace) || replica.is_some_and(|replica| lasts(replica.pace)))

@@ -67,7 +67,7 @@ impl Relay {
         let agent = if let End::Link(agent, _) = link { agent } else { usize::MAX };
         Relay {
             agent,
-            host: link.host(),
+            host: link.host(&[]),
             plan,
             copy: None,
             assignment: Assignment::default(),

@@ -17,19 +17,18 @@ use super::bytes::ByteDelivery;
 use super::delivery::{AnyFeed, Deliver, Delivery};
 use super::pins::{Pinning, Pins};
 use super::plan::Mode;
-use super::source_agent::TRANSPORT;
-use super::wire::{Address, Conn, End, Keeper, Message, ServerId};
+use super::wire::{Address, Conn, End, Keeper, Message, SOURCES, ServerId, TRANSPORT};
 use super::world::{Event, World, shown};
 use remora_base::pace::Backoff;
 use remora_conversation::Protection;
 use remora_process::AbortOnDrop;
 use remora_process::exit::{Code, Failure};
-use remora_reader::addresses::Loss;
+use remora_reader::addresses::{Addresses, Loss, Round};
 use remora_reader::data_set::DataSet;
 use remora_reader::source::Tables;
 use remora_replica::Options;
 use remora_replica::machine::{Action, DeliveryEvent, Event as Input, Introduced, Job, Replica, Report, SourceEvent};
-use remora_replica::parts::driver::{Prepared, ServerHandle, prepare};
+use remora_replica::parts::driver::{Asks, Prepared, ServerHandle, prepare};
 use remora_server::HostPort;
 use remora_server::Position;
 
@@ -44,9 +43,6 @@ const TICK: u64 = 0;
 const PROGRESS: u64 = 1;
 const READ: u64 = 2;
 const CONNECTED: u64 = 10;
-
-/// The source's port, as agents know it.
-pub(super) const SOURCE: (&str, u16) = ("10.8.0.1", 7379);
 
 /// What an agent is started with.
 #[derive(Clone, Debug)]
@@ -87,12 +83,15 @@ pub(super) struct ReplicaAgent {
     pub(super) link: Address,
     stage: Stage,
     session: Option<Conn>,
+    /// The sources, and the round of attempts to reach one.
+    sources: Addresses,
+    round: Option<Round<Away>>,
     /// The source behind a new session has not been compared yet. The machine knows nothing of it.
     greets: bool,
     attempt: u64,
     delivery: Box<dyn Deliver>,
     /// Tables that are being connected, and those that were not attached yet.
-    connecting: Vec<(u64, Box<Offer>)>,
+    connecting: Vec<(u64, usize, Box<Offer>)>,
     tables: Option<(u64, AnyFeed)>,
     /// The source's incarnation behind the present session.
     source: usize,
@@ -106,8 +105,8 @@ pub(super) struct ReplicaAgent {
     pub(super) killed: bool,
     /// The pins at the primary.
     pins: Option<Pinning<()>>,
-    /// The primary is asked always: the source captures another server.
-    asks_primary: bool,
+    /// Who is asked whether the primary covers the server.
+    asks: Option<Asks>,
     /// The primary that its server followed when it was started.
     pub(super) found: Option<Address>,
     pub(super) outcome: Option<Result<(), Failure>>,
@@ -128,10 +127,10 @@ impl ReplicaAgent {
         let link = SocketAddr::from((ip, 7000));
         let (tell, plan) = oneshot::channel();
         let (args, folder) = (options.args.clone(), options.folder.clone());
-        let source = SocketAddr::from((Ipv4Addr::new(10, 8, 0, 1), SOURCE.1));
+        let source = SocketAddr::from((Ipv4Addr::new(10, 8, 0, 1), SOURCES[0].1));
         let work = tokio::spawn(async move { prepare(args, &folder, link, source, plan).await });
         let end = AbortOnDrop::new(&work);
-        let server = options.server;
+        let (server, options_sources) = (options.server, options.args.read.source.clone());
         let link_end = End::Link(index, server);
         let delivery: Box<dyn Deliver> = match options.mode {
             Mode::Model => Box::new(Delivery::new(link_end)),
@@ -146,6 +145,8 @@ impl ReplicaAgent {
             link: Address { host: ip.to_string(), port: link.port() },
             stage: Stage::Preparing { work, plan: Some(tell), _end: end },
             session: None,
+            sources: options_sources,
+            round: None,
             greets: false,
             attempt: 0,
             delivery,
@@ -159,7 +160,7 @@ impl ReplicaAgent {
             ended: None,
             killed: false,
             pins: None,
-            asks_primary: false,
+            asks: None,
             found: world.server(server).follows.clone(),
             outcome: None,
         };
@@ -285,10 +286,10 @@ impl ReplicaAgent {
     }
 
     fn begin(&mut self, world: &mut World, prepared: Prepared) {
-        let Prepared { server, rules, data_set, kind, secret, primary, asks_primary } = prepared;
+        let Prepared { server, rules, data_set, kind, secret, primary, asks } = prepared;
         let primary = world.server_at(&Address { host: primary.0, port: primary.1 });
         self.pins = primary.map(|primary| Pinning::new(Keeper::Replica(self.index, self.options.server), primary));
-        self.asks_primary = asks_primary;
+        self.asks = Some(asks);
         if let Err(error) = self.delivery.start(world, secret) {
             return self.end(world, Err(Failure::local(format!("the delivery cannot start: {error}"))));
         }
@@ -310,9 +311,33 @@ impl ReplicaAgent {
     // ---- the source ----
 
     fn connect_source(&mut self, world: &mut World) {
+        self.round = Some(self.sources.round());
+        self.try_source(world);
+    }
+
+    fn try_source(&mut self, world: &mut World) {
         self.attempt += 1;
-        let to = Address { host: SOURCE.0.to_string(), port: SOURCE.1 };
-        world.dial(self.session_end(), to, self.attempt);
+        let HostPort { host, port } = self.sources.present();
+        world.dial(self.session_end(), Address { host, port }, self.attempt);
+    }
+
+    /// The attempt to reach a source has come to nothing.
+    fn not_reached(&mut self, world: &mut World) {
+        let loss = Away(gone());
+        let outcome = self.round.as_mut().map(|round| round.outcome::<()>(Err(loss), |away| away.0.passes));
+        match outcome {
+            Some(None) => self.try_source(world),
+            _ => {
+                self.round = None;
+                self.lost_source(world);
+            }
+        }
+    }
+
+    fn reached(&mut self) {
+        if let Some(mut round) = self.round.take() {
+            let _ = round.outcome::<()>(Ok(()), |_| false);
+        }
     }
 
     pub(super) fn dialed(&mut self, world: &mut World, attempt: u64, source: usize, conn: Option<Conn>) {
@@ -320,13 +345,16 @@ impl ReplicaAgent {
         let Some(conn) = conn.filter(|_| is_wanted) else {
             conn.into_iter().for_each(|conn| world.close(conn, self.session_end()));
             if is_wanted {
-                self.lost_source(world);
+                self.not_reached(world);
             }
             return;
         };
         (self.session, self.source) = (Some(conn), source);
         // As in the program, each conversation begins with a comparison.
         self.greets = matches!(self.stage, Stage::Running { .. });
+        if !self.greets {
+            self.reached();
+        }
         let join = Join {
             name: format!("replica {}", self.index),
             server: String::new(),
@@ -340,8 +368,9 @@ impl ReplicaAgent {
     fn compare(&mut self, about: About, offer: &Offer) {
         let Stage::Running { data_set, comparing, .. } = &mut self.stage else { return };
         let (data_set, offer) = (data_set.clone(), offer.clone());
-        let source = HostPort { host: SOURCE.0.to_string(), port: SOURCE.1 };
-        let at = SocketAddr::from((Ipv4Addr::new(10, 8, 0, 1), SOURCE.1));
+        let source = self.sources.present();
+        let ip = source.host.parse().unwrap_or(Ipv4Addr::UNSPECIFIED);
+        let at = SocketAddr::from((ip, source.port));
         let work = tokio::spawn(async move { data_set.check(&source, at, &offer).await.map_err(|loss| loss.failure) });
         let end = AbortOnDrop::new(&work);
         comparing.push(Comparing { about, work, _end: end });
@@ -355,16 +384,16 @@ impl ReplicaAgent {
             (About::Session(conn), _) if self.session != Some(conn) || !self.greets => {}
             (About::Session(_), Ok(())) => {
                 self.greets = false;
+                self.reached();
                 self.handle(world, Input::Source(SourceEvent::Connected));
             }
-            (About::Session(conn), Err(failure)) => {
+            (About::Session(conn), Err(_)) => {
                 world.close(conn, self.session_end());
                 (self.session, self.greets) = (None, false);
-                let loss = Loss::passing(failure);
-                self.handle(world, Input::Source(SourceEvent::Unreachable(loss)));
+                self.not_reached(world);
             }
             (About::Tables { attempt, offer }, Ok(())) => {
-                self.connecting.push((attempt, offer));
+                self.connecting.push((attempt, self.source, offer));
                 let pause = world.millis(20);
                 world.after(pause, Event::Replica(self.index, CONNECTED + attempt));
             }
@@ -394,8 +423,11 @@ impl ReplicaAgent {
         let greets = std::mem::take(&mut self.greets);
         match &mut self.stage {
             Stage::Preparing { plan, .. } => *plan = None,
-            Stage::Running { .. } if greets => self.lost_source(world),
-            Stage::Running { .. } => self.handle(world, Input::Source(SourceEvent::Lost(gone()))),
+            Stage::Running { .. } if greets => self.not_reached(world),
+            Stage::Running { .. } => {
+                let loss = self.sources.lost(gone());
+                self.handle(world, Input::Source(SourceEvent::Lost(loss)));
+            }
             Stage::Ended => {}
         }
     }
@@ -422,7 +454,7 @@ impl ReplicaAgent {
                 Said::Refused { .. } => {
                     world.close(conn, self.session_end());
                     (self.session, self.greets) = (None, false);
-                    self.lost_source(world);
+                    self.not_reached(world);
                 }
                 _ => {}
             }
@@ -430,7 +462,12 @@ impl ReplicaAgent {
         }
         let event = match message {
             Said::Waiting { cause, text } => SourceEvent::Waiting { cause, text },
+            Said::Standbys { addresses } => {
+                world.count("standby: an agent is told of it");
+                return self.sources.learn(&addresses);
+            }
             Said::Offer(offer) => {
+                self.sources.offered();
                 self.delivery.offered(&offer);
                 SourceEvent::Offer(Box::new(offer))
             }
@@ -443,7 +480,7 @@ impl ReplicaAgent {
             Said::Refused { code, .. } => {
                 world.close(conn, self.session_end());
                 self.session = None;
-                SourceEvent::Lost(refused(code))
+                SourceEvent::Lost(self.sources.lost(refused(code)))
             }
             _ => return,
         };
@@ -573,11 +610,12 @@ impl ReplicaAgent {
     /// As in the driver: the primary itself is asked while the source is away, and where the source captures another
     /// server.
     fn ask_hand_off(&mut self, world: &mut World, generation: u64, offset: u64) {
-        let Stage::Running { machine, .. } = &self.stage else { return };
+        let Stage::Running { machine, data_set, .. } = &self.stage else { return };
         let offer = machine.tables().map(|tables| &tables.offer);
+        let asks_primary = self.asks.as_ref().is_some_and(|asks| asks.primary(data_set));
         let question =
             offer.and_then(|offer| Some(Position { history: offer.replid?, offset, rate: offer.write_rate }));
-        let is_asked = self.asks_primary || self.session.is_none() || self.greets;
+        let is_asked = asks_primary || self.session.is_none() || self.greets;
         match (&mut self.pins, question) {
             (Some(pins), Some(question)) if is_asked => pins.ask(world, (), question),
             _ => self.say(world, Said::HandOffQuery { generation, offset }),
@@ -679,9 +717,9 @@ impl ReplicaAgent {
     }
 
     fn connected(&mut self, world: &mut World, attempt: u64) {
-        let Some(at) = self.connecting.iter().position(|(connecting, _)| *connecting == attempt) else { return };
-        let (_, offer) = self.connecting.swap_remove(at);
-        let feed = self.delivery.connect(world, self.source, &offer);
+        let Some(at) = self.connecting.iter().position(|(connecting, ..)| *connecting == attempt) else { return };
+        let (_, source, offer) = self.connecting.swap_remove(at);
+        let feed = self.delivery.connect(world, source, &offer);
         let connected = match feed {
             Some(feed) if !world.one_in(30) => {
                 self.tables = Some((attempt, feed));
@@ -690,6 +728,15 @@ impl ReplicaAgent {
             _ => Err(Failure::new(Code::Source, "the tables cannot be connected")),
         };
         self.handle(world, Input::Tables { attempt, connected });
+    }
+}
+
+/// Why a source was not reached.
+struct Away(Loss);
+
+impl std::fmt::Display for Away {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.failure.message.fmt(f)
     }
 }
 

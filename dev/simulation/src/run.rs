@@ -14,11 +14,11 @@ use tokio::time::Instant;
 use super::check::Watch;
 use super::pins::Pins;
 use super::plan::{FIRST_REPLICA, PRIMARY, Plan, SECOND, address};
-use super::replica_agent::{Done, ReplicaAgent, SOURCE};
+use super::replica_agent::{Done, ReplicaAgent};
 use super::server::Traits;
 use super::source_agent::SourceAgent;
 use super::tables::Tables;
-use super::wire::{Conn, End, Keeper, Message, ServerId, Timer};
+use super::wire::{Conn, End, Keeper, Message, ServerId, Timer, place_of};
 use super::world::{Event, World};
 use remora_base::mutation::Mutation;
 use remora_server::simulated::{self, SimulatedStream, Wanted};
@@ -263,8 +263,8 @@ impl Simulation {
 
     /// Who listens at an address.
     fn listener(&self, to: &super::wire::Address) -> Option<End> {
-        if (to.host.as_str(), to.port) == SOURCE {
-            let source = self.sources.iter().rfind(|source| source.is_running)?;
+        if let Some(place) = place_of(to) {
+            let source = self.sources.iter().rfind(|source| source.is_running && source.options.place == place)?;
             return Some(End::Source(source.index));
         }
         let server = self.world.servers.iter().find(|server| server.traits.address == *to && server.alive);
@@ -287,6 +287,7 @@ impl Simulation {
             End::Server(id) => world.on(id, |server, step| server.dialed(attempt, conn, step)),
             End::Replica(agent, _) => self.replicas[agent].dialed(world, attempt, source, conn),
             End::Capture(of, job) => self.sources[of].dialed(world, job, conn),
+            End::Standby(of) => self.sources[of].dialed_the_first(world, attempt, source, conn),
             End::Pin(keeper, number) => self.pins(keeper, |pins, world| pins.dialed(world, number, conn)),
             End::Link(..) | End::Source(_) => {}
         }
@@ -311,11 +312,12 @@ impl Simulation {
             (End::Link(agent, _), message) => self.replicas[agent].receive(world, conn, message),
             (End::Replica(agent, _), Message::Agents(said)) => self.replicas[agent].said(world, conn, *said),
             (End::Source(source), Message::Agents(said)) => self.sources[source].said(world, conn, *said),
+            (End::Standby(source), Message::Agents(said)) => self.sources[source].the_first_says(world, conn, *said),
             (End::Capture(source, job), message) => self.sources[source].receive(world, job, conn, message),
             (End::Pin(keeper, number), message) => {
                 self.pins(keeper, |pins, world| pins.receive(world, number, message))
             }
-            (End::Replica(..) | End::Source(_), _) => {}
+            (End::Replica(..) | End::Source(_) | End::Standby(_), _) => {}
         }
     }
 
@@ -326,6 +328,7 @@ impl Simulation {
             End::Link(agent, _) => self.replicas[agent].link_closed(world, conn),
             End::Replica(agent, _) => self.replicas[agent].session_closed(world, conn),
             End::Source(source) => self.sources[source].left(world, conn),
+            End::Standby(source) => self.sources[source].lost_the_first(world, conn, "the conversation has ended"),
             End::Capture(source, job) => self.sources[source].closed(world, job, conn),
             End::Pin(keeper, number) => self.pins(keeper, |pins, world| pins.closed(world, number)),
         }
@@ -348,6 +351,9 @@ impl Simulation {
             return self.found(text);
         }
         if let Err(text) = Watch::memory(&self.world, &self.replicas) {
+            return self.found(text);
+        }
+        if let Some(text) = self.sources.iter_mut().find_map(|source| source.finding.take()) {
             return self.found(text);
         }
         if let Err(text) = self.watch.agents(&self.world, &self.replicas) {

@@ -255,6 +255,72 @@ fn a_source_of_another_data_set_is_met_and_refused() {
     }
 }
 
+/// Plans with two sources.
+fn is_found_beside_a_standby(mutation: Mutation, as_what: &str) {
+    is_found_among(mutation, as_what, Plan::has_a_standby);
+}
+
+#[test]
+fn readers_go_on_at_their_slot_and_at_their_byte_with_the_other_source() {
+    let began = Instant::now();
+    let mut missing = vec!["a reader goes on at its slot with another source", "a reader goes on with another source"];
+    for seed in Random::seeded(7).draws().filter(|&seed| Plan::of(seed).has_a_standby()) {
+        let outcome = play(seed, None, false);
+        assert_eq!(outcome.finding, None, "{}", explain(seed));
+        missing.retain(|what| !outcome.counts.contains_key(*what));
+        if missing.is_empty() {
+            return;
+        }
+        assert!(began.elapsed() < FOUND_WITHIN, "not reached: {missing:?}");
+    }
+}
+
+#[test]
+fn a_copy_that_is_numbered_on_is_found() {
+    is_found_beside_a_standby(Mutation::CopyNumbersOn, "call different snapshots");
+}
+
+#[test]
+fn a_hand_off_that_is_asked_of_a_source_beside_another_server_is_found() {
+    is_found_beside_a_standby(Mutation::FirstPlanBelieved, "by a source that has asked");
+}
+
+#[test]
+fn a_gap_behind_a_copy_is_found() {
+    is_found_beside_a_standby(Mutation::CopyLeavesAGap, "says that it is in step");
+}
+
+#[test]
+fn a_copy_for_which_the_server_is_not_asked_first_is_found() {
+    is_found_beside_a_standby(Mutation::CopyUnasked, "for what it does not have");
+}
+
+#[test]
+fn a_copy_of_another_history_is_found() {
+    is_found_beside_a_standby(Mutation::AnyHistoryCopied, "whose history its server does not have");
+}
+
+#[test]
+#[ignore = "long: make test-all"]
+fn a_copy_over_a_snapshot_that_is_read_is_found() {
+    is_found_beside_a_standby(Mutation::CopyOverReaders, "still reads");
+}
+
+#[test]
+fn a_standby_that_forks_at_once_is_found() {
+    is_found_beside_a_standby(Mutation::StandbyForksAtOnce, "for a replica that has waited");
+}
+
+#[test]
+fn a_fork_for_a_standby_alone_is_found() {
+    is_found_beside_a_standby(Mutation::ForkForAStandby, "no replica waits for one");
+}
+
+#[test]
+fn a_reader_that_tries_one_source_of_two_is_found() {
+    is_found_beside_a_standby(Mutation::OneSourceTried, "long after the last fault");
+}
+
 #[test]
 fn errors_of_the_server_that_are_not_heard_are_found() {
     is_found_among(Mutation::ErrorsUnheard, "says that all is well", Plan::has_a_server_that_lacks_a_command);

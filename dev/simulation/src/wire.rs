@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use remora_fabric::TransportKind;
 use remora_redis::ReplId;
 
 /// A server.
@@ -104,6 +105,8 @@ pub(super) enum End {
     Replica(usize, ServerId),
     /// The source's end of such sessions.
     Source(usize),
+    /// A standby's session with the source that it stands by for.
+    Standby(usize),
     /// A capture of a source.
     Capture(usize, u64),
     /// A link that pins, by its number.
@@ -117,19 +120,34 @@ pub(super) enum Keeper {
     Replica(usize, ServerId),
 }
 
-/// A host. Each server has one, together with the replica agents beside it; the sources share one.
+/// A host. Each server has one, together with the replica agents beside it, and so has each place of a source: of those
+/// that are started one after the other at the first one's address, and of those at the standby's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Host {
     Server(ServerId),
-    Source,
+    Source(usize),
 }
 
 impl End {
-    pub(super) fn host(self) -> Host {
+    /// The host that it is on. `places`: the place of each source.
+    pub(super) fn host(self, places: &[usize]) -> Host {
+        let of = |source: usize| Host::Source(places.get(source).copied().unwrap_or_default());
         match self {
             End::Server(server) | End::Link(_, server) | End::Replica(_, server) => Host::Server(server),
             End::Pin(Keeper::Replica(_, server), _) => Host::Server(server),
-            End::Source(_) | End::Capture(..) | End::Pin(Keeper::Source(_), _) => Host::Source,
+            End::Source(source) | End::Standby(source) | End::Capture(source, _) => of(source),
+            End::Pin(Keeper::Source(source), _) => of(source),
         }
     }
 }
+
+/// Where sources listen, as agents know it: the first one, and the second one.
+pub(super) const SOURCES: [(&str, u16); 2] = [("10.8.0.1", 7379), ("10.8.0.2", 7379)];
+
+/// The place of the source that listens there.
+pub(super) fn place_of(address: &Address) -> Option<usize> {
+    SOURCES.iter().position(|source| *source == (address.host.as_str(), address.port))
+}
+
+/// How replicas read in this world.
+pub(super) const TRANSPORT: TransportKind = TransportKind::Tcp;

@@ -29,6 +29,9 @@ const LOG_LINES: usize = 300;
 /// How long a connection attempt takes that finds no way.
 const NO_WAY: Duration = Duration::from_secs(2);
 
+/// How much longer everything takes between hosts whose link is slow.
+const SLOW: Duration = Duration::from_millis(700);
+
 /// See [`World::calm_factor`].
 const CALM_FACTOR: u32 = 3;
 
@@ -127,6 +130,10 @@ pub(super) struct World {
     next_number: u64,
     /// Pairs of hosts between which nothing gets through, until that time.
     cuts: Vec<(Host, Host, Duration)>,
+    /// The same for pairs between which everything takes [`SLOW`] longer.
+    slow: Vec<(Host, Host, Duration)>,
+    /// The place of each source.
+    pub(super) places: Vec<usize>,
     /// An empty list, which is used again and again.
     effects: Vec<Effect>,
     /// Until when a server does nothing.
@@ -158,6 +165,8 @@ impl World {
             clients: BTreeMap::new(),
             next_number: 1,
             cuts: Vec::new(),
+            slow: Vec::new(),
+            places: Vec::new(),
             effects: Vec::new(),
             blocked: BTreeMap::new(),
             changes: Vec::new(),
@@ -356,11 +365,24 @@ impl World {
         let latency = self.latency();
         let (a, b) = (self.host(from), self.host(to));
         let healed = self.cut_until(a, b).unwrap_or(self.now);
-        self.now.max(healed) + latency
+        let slow = if self.is_slow(a, b) { SLOW } else { Duration::ZERO };
+        self.now.max(healed) + latency + slow
     }
 
-    fn host(&self, end: End) -> Host {
-        end.host()
+    pub(super) fn host(&self, end: End) -> Host {
+        end.host(&self.places)
+    }
+
+    pub(super) fn slow(&mut self, a: Host, b: Host, time: Duration) {
+        let until = self.now + time;
+        self.promises.disturbed(until);
+        self.slow.push((a, b, until));
+    }
+
+    pub(super) fn is_slow(&self, a: Host, b: Host) -> bool {
+        let is_it =
+            |&(c, d, until): &(Host, Host, Duration)| ((a, b) == (c, d) || (a, b) == (d, c)) && until > self.now;
+        self.slow.iter().any(is_it)
     }
 
     pub(super) fn cut(&mut self, a: Host, b: Host, time: Duration) {
@@ -371,6 +393,7 @@ impl World {
 
     pub(super) fn heal(&mut self) {
         self.cuts.clear();
+        self.slow.clear();
     }
 
     pub(super) fn cut_until(&self, a: Host, b: Host) -> Option<Duration> {
@@ -386,7 +409,7 @@ impl World {
 
     /// Connects two ends; `None` if they are cut off from each other, after the time that takes.
     pub(super) fn connect(&mut self, from: End, to: End) -> Result<Conn, Duration> {
-        if self.cut_until(from.host(), to.host()).is_some() {
+        if self.cut_until(self.host(from), self.host(to)).is_some() {
             return Err(NO_WAY);
         }
         let conn = Conn(self.number());

@@ -124,12 +124,35 @@ struct Facts {
     primary: String,
     /// Where the primary is at any time, as Sentinels say.
     finding: Option<Finding>,
-    /// The source cannot tell whether the primary would continue the server: it captures another one.
-    asks_primary: bool,
+    /// Whom the hand-off's question goes to.
+    asks: Asks,
     /// What the run is about.
     data_set: DataSet,
     /// The snapshot whose slots are in the state folder, and how many of them for certain.
     spooled: Option<(SnapshotId, u64)>,
+}
+
+/// Whom the hand-off's question goes to: the source, or the primary itself, if the source cannot tell.
+#[derive(Clone, Debug)]
+pub struct Asks {
+    /// The source of the first conversation captures another server than the primary.
+    primary: bool,
+    /// The run id of the server that it captures; `None`: not compared, as the primary does not tell its own.
+    captured: Option<String>,
+}
+
+impl Asks {
+    /// `primary`: the source captures another server than the primary; `is_told`: the primary has told its run id.
+    pub(crate) fn new(primary: bool, is_told: bool, data_set: &DataSet) -> Asks {
+        Asks { primary, captured: data_set.captured().filter(|_| is_told) }
+    }
+
+    /// Whether the primary is asked. A source to which the reader has moved may stand beside another server, and so may
+    /// one that has moved itself.
+    pub fn primary(&self, data_set: &DataSet) -> bool {
+        let has_moved = self.captured.is_some() && self.captured != data_set.captured();
+        self.primary || (has_moved && !remora_base::mutation::Mutation::FirstPlanBelieved.is_active())
+    }
 }
 
 /// The result of a connecting task.
@@ -412,7 +435,9 @@ impl Driver {
         let question =
             offer.and_then(|offer| Some(Position { history: offer.replid?, offset, rate: offer.write_rate }));
         match question {
-            Some(question) if self.facts.asks_primary || self.session.is_none() => self.coverage.ask(question),
+            Some(question) if self.facts.asks.primary(&self.facts.data_set) || self.session.is_none() => {
+                self.coverage.ask(question);
+            }
             _ => self.send(Message::HandOffQuery { generation, offset }),
         }
     }
@@ -667,7 +692,7 @@ impl Facts {
             kind: server.name(),
             primary: format!("{}:{}", primary.0, primary.1),
             finding: None,
-            asks_primary: false,
+            asks: Asks::new(false, false, &data_set),
             data_set,
             spooled: spool.map(|spool| (spool.snapshot(), spool.held_below())),
         }
@@ -700,9 +725,9 @@ impl Driver {
         let link_failure = candidates.failure();
         let facts = Facts::of(&control, &target.facts, (&primary.host, primary.port), spool.as_ref(), data_set);
         let finding = primary.finding.clone();
-        let asks_primary = primary.is_asked;
+        let asks = Asks::new(primary.is_asked, primary.facts.is_some(), &facts.data_set);
         let coverage = Coverage::start(primary.server.clone(), finding.clone());
-        let facts = Facts { finding, asks_primary, kind: target.name(), ..facts };
+        let facts = Facts { finding, asks, kind: target.name(), ..facts };
         let (run_id, conversion) = (target.facts.run_id.clone(), target.conversion.clone());
         let listening = options.stay.then(|| watches::start(control.server().clone()));
         let (arrivals, lingers) = (None, None);
@@ -737,7 +762,7 @@ impl Driver {
         let options = Arc::new(options);
         let facts = Facts::of(&control, &server, (&primary.0, primary.1), None, data_set);
         let kind = if conversion.is_some() { facts.kind.clone() + CONVERTED } else { facts.kind.clone() };
-        let facts = Facts { asks_primary, kind, ..facts };
+        let facts = Facts { asks: Asks::new(asks_primary, true, &facts.data_set), kind, ..facts };
         let (candidates, run_id) = (Candidates::without_a_port(), server.run_id);
         let (arrivals, lingers) = (Some(arrivals), Some(lingers));
         let (coverage, spool) = (Coverage::start_as_the_server(login), None);

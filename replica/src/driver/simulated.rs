@@ -12,6 +12,7 @@ use remora_protocol::Offer;
 use remora_redis::psync::server::Access;
 use tokio::sync::{Notify, oneshot};
 
+pub use super::Asks;
 use super::server::{Hands, Keeper, ServerTask, Watched, Work};
 use crate::control::Control;
 use crate::exact::Judgement;
@@ -45,8 +46,8 @@ pub struct Prepared {
     pub secret: String,
     /// The primary's host and port.
     pub primary: (String, u16),
-    /// The primary is asked always whether it covers the server: the source captures another one.
-    pub asks_primary: bool,
+    /// Who is asked whether the primary covers the server.
+    pub asks: Asks,
 }
 
 /// The server's task.
@@ -136,7 +137,8 @@ pub async fn prepare(
         Access::Open => String::new(),
     };
     let data_set = primary.data_set(&plan);
-    let (asks_primary, address) = (primary.is_asked, (primary.host.clone(), primary.port));
+    let asks = Asks::new(primary.is_asked, primary.facts.is_some(), &data_set);
+    let address = (primary.host.clone(), primary.port);
     let control = Control::new(server, client);
     let meter = Arc::new(Meter::default());
     let hurry = Arc::new(Notify::new());
@@ -148,7 +150,7 @@ pub async fn prepare(
     };
     let keeper = Keeper::new(options.into(), control, record, target, primary, LinkPort::opened(link), watched);
     let server = ServerHandle { task: ServerTask::start(Hands::Commands(Box::new(keeper)), hurry), jobs: 0, meter };
-    Ok(Prepared { server, rules, data_set, kind, secret, primary: address, asks_primary })
+    Ok(Prepared { server, rules, data_set, kind, secret, primary: address, asks })
 }
 
 /// The event that a notice stands for, as in the driver.

@@ -23,6 +23,7 @@ use super::psync_link::is_same_history;
 use super::snapshot::{Taking, long_ago};
 use super::stream::{Following, Journal};
 use super::{Capture, CaptureError, CaptureEvent};
+use crate::copies::{continues, reaches};
 use crate::options::Compress;
 use remora_server::Facts;
 
@@ -43,6 +44,12 @@ pub(crate) struct Offered {
     pub(crate) is_over: Arc<AtomicBool>,
 }
 
+impl AsRef<Offer> for Offered {
+    fn as_ref(&self) -> &Offer {
+        &self.offer
+    }
+}
+
 impl Capture {
     /// Copies the snapshot that another source offers, and follows the server's stream behind it.
     pub(super) fn take_copy(&self, first: &Offered) -> Result<Following, CaptureError> {
@@ -52,9 +59,8 @@ impl Capture {
         let (_, records, _) = first.way.journal(&first.offer, sinks).map_err(lost)?;
         let (id, part, _) = first.way.snapshot(&first.offer, sinks, None).map_err(lost)?;
         let Origin { history, offset, .. } = id.origin;
-        if self.plan.journal.is_none() && self.plan.gauge.journal().0 > offset + 1 {
-            let text = "the journal here does not reach back to its snapshot any more";
-            return Err(CaptureError::First(text.into()));
+        if self.plan.journal.is_none() {
+            reaches(self.plan.gauge.journal().0, offset).map_err(CaptureError::First)?;
         }
         let (memory, geometry) = &self.plan.snapshot;
         let identity = self.identity(Kind::Snapshot, history, offset);
@@ -73,8 +79,8 @@ impl Capture {
         self.copy_records(first, &mut journal, records)?;
         let end = journal.end_offset();
         let facts = self.wait_for(async { Facts::read(&mut self.plan.server.connect().await?).await })?;
-        facts.covers(history, end - 1, 0).map_err(CaptureError::First)?;
-        let mut link = self.handshake(Options { resume: Some((history, end)), ..Options::default() })?;
+        let next = continues(&facts, history, end - 1).map_err(CaptureError::First)?;
+        let mut link = self.handshake(Options { resume: Some(next), ..Options::default() })?;
         let gone = || CaptureError::First("the server here does not continue its stream".into());
         let now = link.continued()?.ok_or_else(gone)?;
         is_same_history(history, now, end - 1)?;

@@ -242,6 +242,9 @@ pub struct Replica {
     pub joined: Instant,
     /// The same, or when it joined first, if its connection broke meanwhile.
     pub(super) since: Instant,
+    /// Since when it has its place among those that wait: when it joined, or when it joined first, if its connection
+    /// broke while it waited.
+    pub(super) place: Instant,
     /// When its last message arrived.
     pub last_seen: Instant,
     /// The generation that it was offered; `None` while it waits.

@@ -19,7 +19,7 @@ use remora_redis::commands::Late;
 
 use super::{Machine, RETURN_LIMIT, Reading, Replica, Resume, Rules};
 
-/// The most replicas whose join is remembered after their connection broke.
+/// The most replicas whose join is remembered after their connection broke, of those that read and of those that wait.
 const REMEMBERED_MAX: usize = 1024;
 
 /// Replicas whose connection broke while they read a snapshot.
@@ -28,6 +28,16 @@ pub(super) struct Lost {
     /// When the last one disconnected without saying that it is done. It may come back.
     pub(super) at: Option<Instant>,
     readers: Vec<Reader>,
+    waiting: Vec<Waited>,
+}
+
+/// One that waited when its connection broke.
+#[derive(Debug)]
+struct Waited {
+    name: String,
+    /// Since when it has had its place among those that wait.
+    place: Instant,
+    lost: Instant,
 }
 
 #[derive(Debug)]
@@ -42,7 +52,14 @@ struct Reader {
 impl Lost {
     /// The connection of a replica broke.
     pub(super) fn lose(&mut self, now: Instant, replica: &Replica) {
-        let Some(generation) = replica.generation else { return };
+        let Some(generation) = replica.generation else {
+            self.waiting.retain(|waited| now.duration_since(waited.lost) < RETURN_LIMIT);
+            if self.waiting.len() < REMEMBERED_MAX && !Mutation::PlaceLost.is_active() {
+                let (name, place) = (replica.name.clone(), replica.place);
+                self.waiting.push(Waited { name, place, lost: now });
+            }
+            return;
+        };
         self.at = Some(now);
         self.readers.retain(|reader| now.duration_since(reader.lost) < RETURN_LIMIT);
         if self.readers.len() < REMEMBERED_MAX {
@@ -60,6 +77,15 @@ impl Lost {
         };
         let found = self.readers.iter().position(is_it);
         found.map_or(now, |at| self.readers.swap_remove(at).since)
+    }
+
+    /// Since when a replica that joins now has its place among those that wait: one whose connection broke while it
+    /// waited, and that comes back soon, keeps it. A switch that fails again and again would else mix the order each
+    /// time, and leave some waiting for ever. What must not be applied late is not judged by it.
+    pub(super) fn place(&mut self, since: Instant, now: Instant, name: &str) -> Instant {
+        let is_it = |waited: &Waited| waited.name == name && now.duration_since(waited.lost) < RETURN_LIMIT;
+        let found = self.waiting.iter().position(is_it);
+        found.map_or(since, |at| self.waiting.swap_remove(at).place.min(since))
     }
 }
 
@@ -117,13 +143,57 @@ mod tests {
 
     use remora_redis::ReplId;
 
-    use super::super::{Action, Event, Format, Session};
+    use super::super::{Action, Event, Format, Report, Session, Turns};
     use super::*;
     use crate::capture::CaptureEvent;
     use remora_base::pace::Backoff;
 
     const SECOND: Duration = Duration::from_secs(1);
     const OFFSET: u64 = 10;
+
+    #[test]
+    fn a_place_is_kept_for_one_that_comes_back_soon_and_once() {
+        let now = Instant::now() + SECOND * 1000;
+        let mut bench = Bench::new(Duration::ZERO);
+        bench.now = now;
+        bench.machine.turns = Turns::new(std::num::NonZeroU32::new(1));
+        let join = |bench: &mut Bench, session: Session, name: &str| {
+            let (name, address) = (name.to_owned(), String::new());
+            bench.apply(Event::Joined { session, name, address, resume: None, reads: Format::Own })
+        };
+        let offers = |actions: Vec<Action>| {
+            let offer = |action| if let Action::Offer { session } = action { Some(session) } else { None };
+            actions.into_iter().filter_map(offer).collect::<Vec<_>>()
+        };
+        join(&mut bench, 1, "a");
+        for event in [
+            CaptureEvent::Started { generation: 5, replid: "a".repeat(40).parse().unwrap(), offset: OFFSET },
+            CaptureEvent::Completed { generation: 5, bytes: 1 },
+        ] {
+            bench.apply(Event::Capture(event));
+        }
+        let at = Report { phase: remora_protocol::Phase::Load, ..Report::NOTHING };
+        bench.apply(Event::Progress { session: 1, at });
+        for (session, name) in [(2, "b"), (3, "c"), (4, "d")] {
+            bench.now += SECOND;
+            assert!(offers(join(&mut bench, session, name)).is_empty());
+        }
+        // A switch fails: two that wait come back in the other order, and one too late.
+        for session in [2, 3, 4] {
+            bench.apply(Event::Gone { session, done: false });
+        }
+        bench.now += SECOND;
+        for (session, name) in [(5, "e"), (6, "c"), (7, "b")] {
+            assert!(offers(join(&mut bench, session, name)).is_empty());
+        }
+        bench.now += RETURN_LIMIT;
+        assert!(offers(join(&mut bench, 8, "d")).is_empty());
+        let mut order = Vec::new();
+        for session in [1, 7, 6, 5] {
+            order.extend(offers(bench.apply(Event::Gone { session, done: true })));
+        }
+        assert_eq!(order, [7, 6, 5, 8]);
+    }
 
     /// A machine whose first snapshot is whole, for a replica that has read it and gone.
     struct Bench {

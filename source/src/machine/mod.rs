@@ -189,8 +189,11 @@ impl Machine {
             actions.push(Action::Drop { session, code: RefusalCode::Busy, text });
             return;
         }
+        let since = self.lost.joined(now, &name, resume);
+        let place = self.replicas.get(&session).filter(|before| before.waits()).map(|before| before.place);
         let replica = Replica {
-            since: self.lost.joined(now, &name, resume),
+            since,
+            place: place.unwrap_or_else(|| self.lost.place(since, now, &name)),
             name,
             address,
             joined: now,
@@ -455,7 +458,7 @@ impl Machine {
 
     /// The replicas that wait, in the order in which they joined first.
     fn waiting(&self) -> Vec<Session> {
-        let waits = |(&session, replica): (&Session, &Replica)| replica.waits().then_some((replica.since, session));
+        let waits = |(&session, replica): (&Session, &Replica)| replica.waits().then_some((replica.place, session));
         let mut waiting: Vec<(Instant, Session)> = self.replicas.iter().filter_map(waits).collect();
         waiting.sort_unstable();
         waiting.into_iter().map(|(_, session)| session).collect()
@@ -473,7 +476,7 @@ impl Machine {
                         queued.push(session);
                         continue;
                     }
-                    Some(left) if needs_turn => *left -= 1,
+                    Some(left) if needs_turn && !Mutation::TurnsUncounted.is_active() => *left -= 1,
                     _ => {}
                 }
                 self.offer(now, session, actions);
@@ -483,7 +486,7 @@ impl Machine {
                 let code = RefusalCode::HistoryGone;
                 let text = "the journal does not hold what this replica's server needs next".to_string();
                 actions.push(Action::Drop { session, code, text });
-            } else if !self.is_standby(session) {
+            } else if !self.is_standby(session) || Mutation::ForkForAStandby.is_active() {
                 unserved.push(session);
             }
         }
@@ -543,7 +546,7 @@ impl Machine {
             let phase = if replica.is_loaded() { Phase::CatchUp } else { Phase::Waiting };
             replica.at = Report { slots_below, phase, ..Report::NOTHING };
             (replica.moved, replica.pace) = (now, Pace::from(slots_below));
-            replica.turn_since = (!replica.is_loaded() && slots_below == 0).then_some(now);
+            replica.turn_since = (!replica.is_loaded() && slots_below == 0 && !replica.is_standby).then_some(now);
             actions.push(Action::Offer { session });
         }
     }
@@ -566,6 +569,9 @@ impl Machine {
         if replica.is_some_and(|replica| replica.is_standby) {
             let has_all = !self.reading.is_windowed && first_held == 0;
             return has_all && origin.history == stream.history && journal_first <= origin.offset + 1;
+        }
+        if Mutation::SnapshotNotShared.is_active() && self.replicas.values().any(Replica::is_reading) {
+            return false;
         }
         let reads_it = snapshot.format == Format::Shared
             || held.is_some()
@@ -618,7 +624,7 @@ impl Machine {
 
     /// Why a standby does not ask its server for a snapshot yet; `None` if it does, or is no standby.
     fn waits_for_the_first(&self, now: Instant) -> Option<String> {
-        let limit = self.rules.standby?;
+        let limit = self.rules.standby.filter(|_| !Mutation::StandbyForksAtOnce.is_active())?;
         let waits = |replica: &&Replica| replica.waits() && !replica.is_standby;
         let longest = self.replicas.values().filter(waits).map(|replica| now.duration_since(replica.joined)).max();
         if longest.is_some_and(|waited| waited >= limit) {
@@ -652,7 +658,8 @@ impl Machine {
     pub fn can_copy(&self, generation: u64) -> bool {
         let is_free =
             self.snapshot.as_ref().is_none_or(|present| present.is_sealed() && present.generation != generation);
-        is_free && self.ending.is_none() && !self.replicas.values().any(Replica::is_reading)
+        let is_read = self.replicas.values().any(Replica::is_reading) && !Mutation::CopyOverReaders.is_active();
+        is_free && self.ending.is_none() && !is_read
     }
 
     fn begin_as(
@@ -666,14 +673,22 @@ impl Machine {
             actions.push(Action::RevokeSnapshot { generation: old.generation });
             self.free_standbys();
         }
-        self.next_generation = self.next_generation.max(generation + 1);
+        self.number_apart_from(generation);
         self.retry = None;
         self.retire_below = 0;
         self.snapshot = Some(Snapshot { generation, stage: Stage::Asked, format, asked: now, forked, sealed: None });
         self.unread_since = now;
-        let with_stream = self.stream.is_none();
+        let with_stream = self.stream.is_none() || Mutation::StreamForEach.is_active();
         let fresh = std::mem::take(&mut self.unfinished);
         actions.push(Action::Capture { generation, with_stream, fresh });
+    }
+
+    /// Keeps the numbers of this source's snapshots apart from this one, of which there may be a copy. It goes on from
+    /// its own number also behind a copy: the first source gives its next snapshot the number behind the copied one.
+    fn number_apart_from(&mut self, generation: u64) {
+        if self.next_generation == generation || Mutation::CopyNumbersOn.is_active() {
+            self.next_generation = self.next_generation.max(generation + 1);
+        }
     }
 
     /// Releases what no replica uses: a full ring holds up the primary, and waiting replicas that lack its first slots;

@@ -1000,6 +1000,19 @@ fn a_standby_that_has_the_old_snapshot_gets_the_next_one_and_a_windowed_one_is_n
     assert_eq!(offers(&bench.after(Duration::ZERO)), [7]);
 }
 
+#[test]
+fn a_standby_takes_no_turn_and_waits_for_none() {
+    let mut bench = Bench::with(Rules { at_once: NonZeroU32::new(1), ..RULES }, false);
+    bench.join(1);
+    assert_eq!(offers(&bench.started(FIRST, replid(1), 10)), [1]);
+    bench.completed(FIRST);
+    assert_eq!(offers(&bench.join(2)), [] as [Session; 0]);
+    let (name, address) = ("standby".to_owned(), String::new());
+    assert_eq!(offers(&bench.event(Event::StandbyJoined { session: 7, name, address })), [7]);
+    bench.progress(7, Phase::Transfer, 1);
+    assert_eq!(offers(&bench.event(Event::Gone { session: 1, done: true })), [2]);
+}
+
 /// The machine of a standby whose replicas wait for so long.
 fn standby(limit: Duration) -> Bench {
     Bench::with(Rules { standby: Some(limit), ..RULES }, false)
@@ -1027,6 +1040,23 @@ fn a_standby_serves_copies_under_their_own_numbers_and_asks_its_server_for_nothi
     let joined = bench.event(Event::Joined { session: 2, name, address, resume, reads });
     assert_eq!(offers(&joined), [2]);
     assert_eq!(bench.machine.status().replica(2).unwrap().at.slots_below, 4);
+}
+
+/// The first source gives its next snapshot the number behind the copied one. A reader that holds slots of that one
+/// would go on at its slot in another snapshot of the same number.
+#[test]
+fn the_snapshots_of_a_standbys_own_server_are_not_numbered_on_from_a_copy() {
+    let limit = Duration::from_secs(30);
+    for copied in [5000, FIRST] {
+        let mut bench = standby(limit);
+        assert_eq!(begins(&bench.event(Event::Copied { generation: copied })), Some((copied, true)));
+        bench.started(copied, replid(1), 10);
+        bench.completed(copied);
+        bench.after(RULES.max_age + Duration::from_secs(1));
+        bench.join(1);
+        let own = if copied == FIRST { FIRST + 1 } else { FIRST };
+        assert_eq!(begins(&bench.after(limit)).map(|(generation, _)| generation), Some(own));
+    }
 }
 
 #[test]

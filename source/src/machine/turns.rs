@@ -6,11 +6,12 @@
 //! ```
 //!
 //! Servers that lost their link together would otherwise be without their data together, and share one network link.
-//! Three kinds of replicas take no turn:
+//! Four kinds of replicas take no turn:
 //!
 //! - one whose server has loaded: it needs the stream only;
 //! - one that comes back with slots of this snapshot: its server is in the middle of loading, and its own link would
 //!   time out;
+//! - a standby: it is no server without data, and is of use only if it has its copy before the others are through;
 //! - any, while slots of the snapshot are reused: it would find the first ones gone when its turn comes, and each turn
 //!   would cost the primary a fork.
 
@@ -74,13 +75,21 @@ impl Turns {
 
 /// Whether a replica that waits needs a turn to be offered this generation.
 pub(super) fn needs_turn(replica: &Replica, generation: u64) -> bool {
-    !replica.is_loaded() && replica.held_slots(generation) == 0
+    let has_none = !replica.is_loaded() && replica.held_slots(generation) == 0 && !is_exempt(replica);
+    has_none || Mutation::TurnForAll.is_active()
+}
+
+/// A standby takes no turn.
+fn is_exempt(replica: &Replica) -> bool {
+    replica.is_standby && !Mutation::StandbyTakesTurn.is_active()
 }
 
 /// Whether this replica has a turn now.
 fn has_turn(replica: &Replica, now: Instant, stall_limit: Duration) -> bool {
-    let is_loading = replica.generation.is_some() && !replica.is_loaded() && !replica.has_loaded();
+    let is_loading =
+        replica.generation.is_some() && !replica.is_loaded() && !replica.has_loaded() && !is_exempt(replica);
     let is_loading = is_loading || (Mutation::TurnKept.is_active() && replica.generation.is_some());
     // How long a server takes to load what it has got is its agent's to judge.
-    is_loading && (replica.has_all_slots() || now.saturating_duration_since(replica.moved) <= stall_limit)
+    let moves = now.saturating_duration_since(replica.moved) <= stall_limit || Mutation::StalledTurnKept.is_active();
+    is_loading && (replica.has_all_slots() || moves)
 }

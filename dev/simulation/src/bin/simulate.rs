@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
-use remora_simulation::{Limits, explain, explore};
+use remora_simulation::{Limits, explain, explore, storm};
 
 /// The command line.
 #[derive(Parser)]
@@ -27,6 +27,9 @@ struct Arguments {
     /// The first seed. Default: another one in each run.
     #[arg(long)]
     first: Option<u64>,
+    /// Play this many storms of a whole fleet, and nothing else.
+    #[arg(long)]
+    storms: Option<u64>,
     /// Play this seed alone and print its last events.
     #[arg(long)]
     seed: Option<u64>,
@@ -48,6 +51,9 @@ fn main() -> ExitCode {
         (None, None) => Duration::from_secs(3600),
     };
     let Arguments { schedules, jobs, twice, .. } = arguments;
+    if let Some(storms) = arguments.storms {
+        return play_storms(first, storms);
+    }
     let limits = Limits { time, schedules: schedules.unwrap_or(u64::MAX), jobs, twice };
     let summary = explore(limits, first, true);
     for (what, count) in &summary.reached {
@@ -63,4 +69,22 @@ fn main() -> ExitCode {
         println!("REMORA_SIM_SEED={seed}: {finding}");
     }
     if summary.findings.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Plays storms with the seeds from `first` on. Each finding names its seed.
+fn play_storms(first: u64, storms: u64) -> ExitCode {
+    let outcomes = (first..first.saturating_add(storms)).map(|seed| (seed, storm(seed, None)));
+    let mut findings = 0;
+    let (mut longest_wait, mut in_step) = (0, 0);
+    for (seed, outcome) in outcomes {
+        (longest_wait, in_step) = (longest_wait.max(outcome.longest_wait), in_step.max(outcome.in_step));
+        if let Some(finding) = outcome.finding {
+            println!("storm {seed} (--first {seed} --storms 1): {finding}");
+            findings += 1;
+        }
+    }
+    println!(
+        "{storms} storms, {findings} findings; the longest wait {longest_wait} s, all in step after {in_step} s at most"
+    );
+    if findings == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

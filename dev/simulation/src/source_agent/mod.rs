@@ -1,15 +1,17 @@
 //! Source agent: the real machine of a source, and actors in the place of its captures.
 
+mod standby;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 
-use remora_fabric::TransportKind;
 use remora_protocol::{
     Announce, LossCause, Message as Said, Offer, Outcome, Phase, Progress, RefusalCode, Relays, TableOffer, Upstream,
 };
 use remora_redis::ReplId;
 
+use self::standby::{CALL, COPY, Copy, First};
 use super::cable::Cable;
 use super::late::Watched;
 use super::memory::{Journal, Snapshot};
@@ -38,15 +40,22 @@ const CALM_JOURNAL: usize = 100_000;
 /// How long a broken stream is resumed, as in the product.
 const RESUME_LIMIT: Duration = Duration::from_secs(60);
 
-struct Peer {
+pub(super) struct Peer {
     conn: Conn,
-    done: bool,
+    pub(super) done: bool,
     joined: Duration,
+    /// When it asked for a snapshot.
+    pub(super) asked: Option<Duration>,
+    /// Where it serves, if it is a standby.
+    pub(super) standby_at: Option<String>,
 }
 
 /// Where a capture is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+pub(super) enum Stage {
+    /// A copy, whose stream the server was not asked for yet, or is being asked for.
+    Copying,
+    Joining,
     Connecting,
     Asked,
     Snapshot,
@@ -56,19 +65,41 @@ enum Stage {
     Resuming,
 }
 
-struct Capture {
-    generation: u64,
-    with_stream: bool,
-    stage: Stage,
+pub(super) struct Capture {
+    pub(super) generation: u64,
+    pub(super) with_stream: bool,
+    pub(super) stage: Stage,
+    /// What is copied of another source, until it is whole; and what the server is asked for behind it.
+    pub(super) copy: Option<Copy>,
+    pub(super) asks: Option<(ReplId, u64)>,
     conn: Option<Conn>,
     /// What delivers the server's bytes on that connection.
     cable: Option<Cable>,
     /// Slots for which the table has no room.
     waiting: VecDeque<u64>,
     whole: bool,
-    replid: Option<ReplId>,
+    pub(super) replid: Option<ReplId>,
     backoff: Backoff,
     broke: Duration,
+}
+
+impl Capture {
+    pub(super) fn new(generation: u64, with_stream: bool, backoff: Backoff) -> Capture {
+        Capture {
+            generation,
+            with_stream,
+            stage: Stage::Connecting,
+            copy: None,
+            asks: None,
+            conn: None,
+            cable: None,
+            waiting: VecDeque::new(),
+            whole: false,
+            replid: None,
+            backoff,
+            broke: Duration::ZERO,
+        }
+    }
 }
 
 /// See the module's text.
@@ -78,17 +109,21 @@ pub(super) struct SourceAgent {
     pub(super) is_running: bool,
     pub(super) machine: Machine,
     pub(super) assignments: Assignments,
-    sessions: BTreeMap<Session, Peer>,
-    facts: Facts,
-    captures: BTreeMap<u64, Capture>,
-    next_number: u64,
-    reading: Reading,
+    /// What it knows of the source that it stands by for.
+    pub(super) first: Option<First>,
+    /// What a check has found.
+    pub(super) finding: Option<String>,
+    pub(super) sessions: BTreeMap<Session, Peer>,
+    pub(super) facts: Facts,
+    pub(super) captures: BTreeMap<u64, Capture>,
+    pub(super) next_number: u64,
+    pub(super) reading: Reading,
     retained: bool,
-    journal: Option<u64>,
+    pub(super) journal: Option<u64>,
     /// The bytes for which it has room.
     journal_room: usize,
     /// What it knows of the stream in the journal.
-    watched: Option<Watched>,
+    pub(super) watched: Option<Watched>,
     /// What its server keeps for the replicas on their way to it, and who they are.
     pins: Pinning<Session>,
     travellers: Travellers<Session>,
@@ -104,8 +139,9 @@ impl SourceAgent {
             slot_bytes: 1 << 20,
             repeat_messages: Duration::ZERO,
             at_once: options.at_once,
-            standby: None,
+            standby: options.standby,
         };
+        world.places.push(options.place);
         let backoff = Backoff::seeded(world.draw.next());
         let first_generation = (index as u64 + 1) * 1000;
         let machine = Machine::new(world.instant(), rules, backoff, first_generation, options.eager);
@@ -113,7 +149,13 @@ impl SourceAgent {
         world.after(TICK, Event::Source(index, 0));
         let (retained, journal_room) = (options.retained, options.journal);
         let pins = Pinning::new(Keeper::Source(index), options.captured);
+        let first = First::of(world, options.place, options.standby.is_some());
+        if first.is_some() {
+            world.after(Duration::from_millis(1), Event::Source(index, CALL));
+        }
         SourceAgent {
+            first,
+            finding: None,
             index,
             options,
             is_running: true,
@@ -147,6 +189,7 @@ impl SourceAgent {
         }
         self.is_running = false;
         world.end_all(End::Source(self.index));
+        world.end_all(End::Standby(self.index));
         let jobs: Vec<u64> = self.captures.keys().copied().collect();
         jobs.into_iter().for_each(|job| world.end_all(End::Capture(self.index, job)));
         self.captures.clear();
@@ -158,7 +201,8 @@ impl SourceAgent {
 
     pub(super) fn accept(&mut self, world: &World, conn: Conn) {
         self.next_number += 1;
-        self.sessions.insert(self.next_number, Peer { conn, done: false, joined: world.now });
+        let peer = Peer { conn, done: false, joined: world.now, asked: None, standby_at: None };
+        self.sessions.insert(self.next_number, peer);
     }
 
     fn session_of(&self, conn: Conn) -> Option<Session> {
@@ -185,11 +229,20 @@ impl SourceAgent {
                 let plan = self.plan();
                 return self.say(world, session, Said::Offer(plan));
             }
+            Said::StandBy { serves_at } => {
+                self.sessions.entry(session).and_modify(|peer| peer.standby_at = Some(serves_at));
+                return;
+            }
+            Said::Join(join) if self.sessions.get(&session).is_some_and(|peer| peer.standby_at.is_some()) => {
+                let (name, address) = (join.name, String::new());
+                self.apply(world, Input::StandbyJoined { session, name, address });
+                return self.tell_of_standbys(world, None);
+            }
             Said::Join(join) => {
                 let resume = join.resume.as_ref().map(Resume::of);
                 let (name, address) = (join.name, String::new());
                 let now = world.now;
-                self.sessions.entry(session).and_modify(|peer| peer.joined = now);
+                self.sessions.entry(session).and_modify(|peer| (peer.joined, peer.asked) = (now, Some(now)));
                 self.assignments.introduce(world, conn, session, join.relays);
                 Input::Joined { session, name, address, resume, reads: Format::Shared }
             }
@@ -238,6 +291,11 @@ impl SourceAgent {
         self.answer(world);
     }
 
+    /// Whether its server is not the one that replicas are to follow.
+    fn captured_is_another(&self, world: &World) -> bool {
+        world.server_at(&self.options.announce).is_some_and(|primary| primary != self.options.captured)
+    }
+
     /// Tells replicas whether they can go to the primary.
     fn answer(&mut self, world: &mut World) {
         for answer in self.pins.take_answers() {
@@ -246,6 +304,13 @@ impl SourceAgent {
             let ends = (0..2).filter_map(|side| world.end(conn, side));
             let replica = ends.into_iter().find_map(|end| if let End::Replica(_, id) = end { Some(id) } else { None });
             if let (Ok(()), Some(replica)) = (&answer.outcome, replica) {
+                let asks_of = world.server_at(&self.options.announce);
+                if self.captured_is_another(world) {
+                    self.finding = Some(format!(
+                        "server {} is told to go to its primary, {asks_of:?}, by a source that has asked {captured:?}",
+                        replica.0
+                    ));
+                }
                 world.promised(replica, captured, answer.promise);
             }
             let (covered, text) = (answer.outcome.is_ok(), answer.outcome.err().unwrap_or_default());
@@ -256,16 +321,20 @@ impl SourceAgent {
     pub(super) fn left(&mut self, world: &mut World, conn: Conn) {
         let Some(session) = self.session_of(conn) else { return };
         self.arrived(world, session);
-        let done = self.sessions.remove(&session).is_some_and(|peer| peer.done);
+        let peer = self.sessions.remove(&session);
+        let done = peer.as_ref().is_some_and(|peer| peer.done);
         self.lends_no_more(world, session);
+        if peer.is_some_and(|peer| peer.standby_at.is_some()) {
+            self.tell_of_standbys(world, None);
+        }
         if !done {
             self.apply(world, Input::Gone { session, done: false });
         }
     }
 
-    fn reaches_the_server(&self, world: &World) -> bool {
-        let id = self.options.captured;
-        world.server(id).alive && world.cut_until(Host::Source, Host::Server(id)).is_none()
+    pub(super) fn reaches_the_server(&self, world: &World) -> bool {
+        let (id, here) = (self.options.captured, Host::Source(self.options.place));
+        world.server(id).alive && world.cut_until(here, Host::Server(id)).is_none()
     }
 
     fn plan(&self) -> Offer {
@@ -276,7 +345,7 @@ impl SourceAgent {
 
     // ---- the machine ----
 
-    fn apply(&mut self, world: &mut World, event: Input) {
+    pub(super) fn apply(&mut self, world: &mut World, event: Input) {
         if !matches!(event, Input::Progress { .. }) {
             world.log(|| format!("source {}: {}", self.index, shown(&event)));
         }
@@ -286,10 +355,11 @@ impl SourceAgent {
             world.log(|| format!("source {}:     {action:?}", self.index));
             self.perform(world, action);
         }
+        self.check_readers();
     }
 
     /// Slots that its snapshot table holds.
-    fn room(&self) -> u64 {
+    pub(super) fn room(&self) -> u64 {
         if self.retained { self.options.room * 4 } else { self.options.room }
     }
 
@@ -313,7 +383,13 @@ impl SourceAgent {
     fn perform(&mut self, world: &mut World, action: Action) {
         let index = self.index;
         match action {
-            Action::Capture { generation, with_stream, .. } => self.capture(world, generation, with_stream),
+            Action::Capture { generation, with_stream, .. } => match self.to_copy(generation) {
+                Some(offered) => self.copy(world, generation, with_stream, offered),
+                None => {
+                    self.check_fork(world);
+                    self.capture(world, generation, with_stream);
+                }
+            },
             Action::Offer { session } => self.offer(world, session),
             Action::Wait { session, cause, text } => self.say(world, session, Said::Waiting { cause, text }),
             Action::Drop { session, code, text } => {
@@ -348,8 +424,11 @@ impl SourceAgent {
     fn end_captures(&mut self, world: &mut World, which: impl Fn(&Capture) -> bool) {
         let ended: Vec<u64> = self.captures.iter().filter(|(_, capture)| which(capture)).map(|(&job, _)| job).collect();
         for job in ended {
-            self.captures.remove(&job);
+            let capture = self.captures.remove(&job);
             world.end_all(End::Capture(self.index, job));
+            if let Some(Capture { generation, copy: Some(_), .. }) = capture {
+                self.copy_was_stopped(world, generation);
+            }
         }
     }
 
@@ -392,29 +471,19 @@ impl SourceAgent {
             ..plan
         };
         self.say(world, session, Said::Offer(offer));
+        self.tell_of_standbys(world, Some(session));
     }
 
     // ---- captures ----
 
     fn capture(&mut self, world: &mut World, generation: u64, with_stream: bool) {
         self.next_number += 1;
-        let capture = Capture {
-            generation,
-            with_stream,
-            stage: Stage::Connecting,
-            conn: None,
-            cable: None,
-            waiting: VecDeque::new(),
-            whole: false,
-            replid: None,
-            backoff: Backoff::seeded(world.draw.next()),
-            broke: Duration::ZERO,
-        };
-        self.captures.insert(self.next_number, capture);
+        let backoff = Backoff::seeded(world.draw.next());
+        self.captures.insert(self.next_number, Capture::new(generation, with_stream, backoff));
         self.dial(world, self.next_number);
     }
 
-    fn dial(&self, world: &mut World, job: u64) {
+    pub(super) fn dial(&self, world: &mut World, job: u64) {
         let to = world.server(self.options.captured).traits.address.clone();
         world.dial(End::Capture(self.index, job), to, job);
     }
@@ -432,6 +501,7 @@ impl SourceAgent {
                 let journal = world.memories.journal((self.index, capture.generation));
                 journal.map(|journal| (replid, journal.end() + 1))
             }
+            (Stage::Joining, _) => capture.asks,
             _ => None,
         };
         if capture.stage == Stage::Connecting {
@@ -443,7 +513,7 @@ impl SourceAgent {
         world.send(conn, me, Message::Psync { history, login: String::new(), ask });
     }
 
-    fn event(&mut self, world: &mut World, event: CaptureEvent) {
+    pub(super) fn event(&mut self, world: &mut World, event: CaptureEvent) {
         match &event {
             CaptureEvent::Started { .. } | CaptureEvent::HistoryChanged { .. } if self.reaches_the_server(world) => {
                 self.facts = facts(world, self.options.captured);
@@ -452,6 +522,7 @@ impl SourceAgent {
             _ => {}
         }
         world.count(&format!("capture: {}", event_name(&event)));
+        self.copy_says(world, &event);
         self.apply(world, Input::Capture(event));
     }
 
@@ -459,7 +530,7 @@ impl SourceAgent {
     fn fail(&mut self, world: &mut World, job: u64, error: CaptureError) {
         let Some(capture) = self.captures.remove(&job) else { return };
         world.end_all(End::Capture(self.index, job));
-        let generation = capture.generation;
+        let (generation, copies) = (capture.generation, capture.copy.is_some());
         let event = match (capture.stage, error) {
             (Stage::Following | Stage::Pausing | Stage::Resuming, CaptureError::HistoryChanged { from, to, at }) => {
                 CaptureEvent::HistoryChanged { generation, from, to, at }
@@ -470,6 +541,20 @@ impl SourceAgent {
             (_, error) => CaptureEvent::Failed { generation, error },
         };
         self.event(world, event);
+        if copies {
+            self.copy_was_stopped(world, generation);
+        }
+    }
+
+    pub(super) fn begin_journal(&mut self, world: &mut World, origin: remora_table::Origin) {
+        let room = self.options.journal;
+        self.journal_room = if world.now < UNREST { room } else { room.max(CALM_JOURNAL) };
+        world.memories.begin_journal((self.index, origin.generation), origin, self.journal_room);
+        self.journal = Some(origin.generation);
+    }
+
+    pub(super) fn nothing_published(&mut self) {
+        self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
     }
 
     /// The connection of a capture broke, or could not be made.
@@ -528,17 +613,17 @@ impl SourceAgent {
             Message::FullResync { .. } if capture.stage == Stage::Resuming => {
                 self.fail(world, job, CaptureError::HistoryGone);
             }
+            Message::FullResync { .. } if capture.stage == Stage::Joining => {
+                self.fail_copy(world, job, "the server here does not continue");
+            }
             Message::FullResync { replid, offset } => {
                 (capture.stage, capture.replid) = (Stage::Snapshot, Some(replid));
                 let with_stream = capture.with_stream;
                 let origin = remora_table::Origin { generation, history: replid, offset };
                 world.memories.begin_snapshot(key(generation), origin, self.room());
-                self.reading = Reading { published: 0, retired: 0, writer_waits: 0, ..self.reading };
+                self.nothing_published();
                 if with_stream {
-                    self.journal_room =
-                        if world.now < UNREST { self.options.journal } else { self.options.journal.max(CALM_JOURNAL) };
-                    world.memories.begin_journal(key(generation), origin, self.journal_room);
-                    self.journal = Some(generation);
+                    self.begin_journal(world, origin);
                     self.watched = Some(Watched::new(world.instant(), offset));
                 }
                 self.event(world, CaptureEvent::Forked { generation });
@@ -552,6 +637,7 @@ impl SourceAgent {
                 capture.whole = true;
                 self.fill(world, generation);
             }
+            Message::Continue { replid } if capture.stage == Stage::Joining => self.copy_is_linked(world, job, replid),
             Message::Continue { replid } if capture.stage == Stage::Resuming => {
                 let Some(asked) = capture.replid else { return };
                 let at = world.memories.journal(key(generation)).map_or(0, Journal::end);
@@ -633,6 +719,12 @@ impl SourceAgent {
         if !self.is_running {
             return;
         }
+        if number == CALL {
+            return self.call_the_first(world);
+        }
+        if number >= COPY {
+            return self.copy_step(world, number - COPY);
+        }
         if number == 0 {
             self.tick(world);
             return world.after(TICK * world.calm_factor(), Event::Source(self.index, 0));
@@ -660,11 +752,10 @@ impl SourceAgent {
             self.perform(world, action);
         }
         self.look_at_assignments(world);
+        self.look_at_the_first(world);
+        self.check_readers();
     }
 }
-
-/// How replicas read in this world.
-pub(super) const TRANSPORT: TransportKind = TransportKind::Tcp;
 
 // Which agent reads from which other one, as the product's topology decides it: it follows `source/src/lib.rs`.
 
