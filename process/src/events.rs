@@ -63,7 +63,7 @@ events! {
     CERTIFICATES_KEPT = "certificates_kept" ["error"];
 
     /// The source accepts connections.
-    SOURCE_READY = "source_ready" ["listening", "server", "facts", "memory", "security"];
+    SOURCE_READY = "source_ready" ["listening", "server", "version", "memory", "security"];
     /// The source asks its server for a snapshot.
     SNAPSHOT_REQUESTED = "snapshot_requested" ["generation", "with_stream"];
     /// The server began a snapshot, at this offset of this history.
@@ -105,7 +105,7 @@ events! {
     /// The source has told a replica to read from another replica, or from the source again.
     UPSTREAM_ASSIGNED = "upstream_assigned" ["reader", "from"];
     /// A replica has said that it is done, or why it failed.
-    REPLICA_LEFT = "replica_left" ["session", "outcome", "text"];
+    REPLICA_LEFT = "replica_left" ["replica", "outcome", "text"];
     /// The connection of a replica ended before it was done.
     REPLICA_DISCONNECTED = "replica_disconnected" ["address", "fault"];
 
