@@ -655,8 +655,8 @@ pub(crate) type Keys = List<Bytes<MAX_KEY_BYTES>, MAX_KEYS>;
 /// What a replica's agent reports about itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Join {
-    /// The replica's name in status reports; at most [`MAX_NAME_BYTES`]. `:PORT` stands for that port of the host by which
-    /// the source sees it, and an empty name for the address of the connection.
+    /// The replica's name in status reports; at most [`MAX_NAME_BYTES`]. `:PORT` stands for that port of the host by
+    /// which the source sees it, and an empty name for the address of the connection.
     pub name: String,
     /// Kind and version of its server, as "valkey 9.1.2".
     pub server: String,
