@@ -17,7 +17,7 @@
 //! - [`Manifest`]: the list of files, as Redis 7 and Valkey write it.
 //!
 //! Not here: what a command does. Only `SELECT`, `MULTI`, `EXEC`, the commands without an effect on data, and those
-//! that act on more than data are told apart, by the table of [`commands`](crate::commands).
+//! that act on more than data are told apart, by the table of [`commands`].
 
 mod watch;
 
