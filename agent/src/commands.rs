@@ -114,7 +114,7 @@ fn run(command: Command, global: &GlobalArgs) -> Result<(), Failure> {
 /// Refuses descriptors of a service manager: a command that takes none would listen elsewhere, and its clients would
 /// wait at the manager's socket for ever.
 fn refuse_passed_descriptors() -> Result<(), Failure> {
-    match remora_fabric::memory::inherited::passed() {
+    match remora_fabric::memory::local::passed() {
         0 => Ok(()),
         count => Err(Failure::refused(format!(
             "the service manager passed {count} descriptors (LISTEN_FDS), and only remora source takes one: remove the socket unit of \

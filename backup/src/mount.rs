@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use remora_fabric::View;
 use remora_fuse as fuse;
-use remora_fuse::reply::{
+use remora_fuse::answer::{
     Attributes, Data, DirectoryEntry, Entry, FileKind, KnownAttributes, Listing, Opened, Statistics, Timestamp,
 };
 use remora_fuse::request::{GetAttributes, Lookup, Open, Read, ReadDirectory};

@@ -39,10 +39,9 @@ use std::time::Duration;
 
 use remora_messenger::connection::{Connection as Channel, Negotiated, SendError};
 use remora_messenger::handshake::Versions;
-use remora_messenger::message::{self, Delivery};
 use remora_messenger::stack::Address;
 use remora_messenger::stack::tls::TlsOptions;
-use remora_messenger::{Keyring, Messenger, Options as MessengerOptions};
+use remora_messenger::{Delivery, Keyring, Messenger, Options as MessengerOptions};
 use remora_protocol::{Message, NEWEST_VERSION, OLDEST_VERSION, Side};
 use remora_wire::Malformed;
 pub use remora_wire::{Token, derive};
@@ -416,10 +415,10 @@ impl Sender {
         drop(receiver);
     }
 
-    fn encode(&self, message: &Message) -> Result<message::Message> {
+    fn encode(&self, message: &Message) -> Result<remora_messenger::Message> {
         let mut payload = Vec::new();
         match message.encode(&mut payload) {
-            Ok(tag) => Ok(message::Message::new(0, u16::from(tag), payload)),
+            Ok(tag) => Ok(remora_messenger::Message::new(0, u16::from(tag), payload)),
             Err(too_large) => Err(Fault::from(too_large).of(self.facts.peer)),
         }
     }

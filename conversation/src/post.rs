@@ -6,13 +6,11 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use remora_messenger::Dispatcher;
 use remora_messenger::connection::{Connection as Channel, Negotiated};
 use remora_messenger::error::LinkError;
 use remora_messenger::frame::Malformed;
-use remora_messenger::message::Delivery;
-use remora_messenger::signal::Refusal;
 use remora_messenger::stack::Address;
+use remora_messenger::{Delivery, Dispatcher, Refusal};
 use remora_protocol::Side;
 use tokio::sync::{mpsc, oneshot, watch};
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_messenger::frame::Limits;
-use remora_messenger::keyring::MAX_KEYS;
+use remora_messenger::handshake::MAX_KEYS;
 use remora_messenger::policy::Policy;
 use remora_messenger::{Key, Keyring};
 use remora_protocol::{MAX_CLIENT_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Side};

@@ -6,13 +6,12 @@
 //! Not part of the crate's interface: compiled only for tests and with the feature `fuzzing`.
 #![allow(clippy::missing_panics_doc, reason = "to panic is what these functions are for")]
 
+use crate::admission;
+use crate::region::{RegionKey, TransportKind};
+use crate::shm;
+use crate::tcp;
 #[cfg(feature = "verbs")]
 use crate::verbs;
-use crate::{
-    lane_handshake,
-    region::{RegionKey, TransportKind},
-    shm, tcp,
-};
 
 /// A body: panics if a property does not hold.
 pub type Body = fn(&[u8]);
@@ -46,13 +45,13 @@ pub fn lane_handshake(data: &[u8]) {
     let Some((choice, bytes)) = data.split_first() else { return };
     match choice % 3 {
         0 => {
-            lane_handshake::check_parsers::<shm::Shm>(bytes);
+            admission::check_parsers::<shm::Shm>(bytes);
             shm::check_farewell(bytes);
         }
-        1 => lane_handshake::check_parsers::<tcp::Tcp>(bytes),
+        1 => admission::check_parsers::<tcp::Tcp>(bytes),
         #[cfg(feature = "verbs")]
         _ => {
-            lane_handshake::check_parsers::<verbs::Verbs>(bytes);
+            admission::check_parsers::<verbs::Verbs>(bytes);
             verbs::check_refusal(bytes);
         }
         #[cfg(not(feature = "verbs"))]
@@ -68,7 +67,6 @@ pub fn tcp_messages(data: &[u8]) {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::path::Path;
 
     use proptest::prelude::*;

@@ -20,10 +20,9 @@
 //! - [`memory`]: [`Memory`], which this process writes, and [`View`], which is read-only. A crate of its own. **Start
 //!   here.**
 //! - [`region`]: names of exported memory: [`RegionId`], [`RegionKey`], and the [`Secret`] that grants access.
-//! - [`grants`]: which sessions may read which regions.
 //! - [`transport`]: the three traits of every transport: [`Exporter`], [`Connector`], [`Peer`].
-//! - [`admission`]: which connections may wait for their proof, when strangers connect too.
-//! - `lane_handshake`: how a data connection proves its session; one machine for `shm`, `tcp` and `verbs`.
+//! - [`admission`]: which sessions may read which regions; which connections may wait for their proof, when strangers
+//!   connect too; and how a data connection proves its session, one machine for `shm`, `tcp` and `verbs`.
 //! - [`shm`], [`tcp`], [`verbs`], and `sim` behind a feature: the transports. `tests/conformance/` tests all of them by
 //!   one suite.
 //! - [`error`]: errors outside a read, sorted by who can act on them.
@@ -35,9 +34,6 @@ pub mod admission;
 pub mod error;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
-pub mod grants;
-mod lane_handshake;
-mod outstanding;
 pub mod region;
 pub mod shm;
 #[cfg(feature = "sim")]
@@ -47,8 +43,8 @@ pub mod transport;
 #[cfg(feature = "verbs")]
 pub mod verbs;
 
+pub use admission::Regions;
 pub use error::{Denial, Error, ReadError};
-pub use grants::Regions;
 pub use memory::{Claim, Handover, Memory, Pages, View, handover};
 pub use region::{KeyError, RegionId, RegionKey, Secret, TransportKind};
 pub use remora_memory as memory;

@@ -244,7 +244,6 @@ const KEY_MAX_BYTES: usize = 512;
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::*;

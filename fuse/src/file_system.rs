@@ -3,10 +3,9 @@
 use rustix::io::Errno;
 
 use crate::abi::InHeader;
-use crate::answer::{Answer, Asked, Payload, Replier};
-use crate::reply::{
-    Created, Data, Done, Entry, KnownAttributes, Listing, ListingPlus, Opened, Position, Reply, Statistics, Target,
-    Written, XATTR_LENGTH_BYTES, Xattr,
+use crate::answer::{
+    Answer, Asked, Created, Data, Done, Entry, KnownAttributes, Listing, ListingPlus, Opened, Payload, Position,
+    Replier, Reply, Statistics, Target, Written, XATTR_LENGTH_BYTES, Xattr,
 };
 use crate::request::{
     Allocate, Close, Create, CreateUnnamed, Fsync, GetAttributes, GetXattr, Link, ListXattrs, Lookup,

@@ -4,12 +4,12 @@
 use rustix::io::Errno;
 
 use crate::abi::{DIRENT_BYTES, ENTRY_BYTES, IN_HEADER_BYTES, InHeader, op};
-use crate::answer::{Answer, Asked, LaterReplier, Payload, Replier, Sink, SinkPlace};
-use crate::file_system::{self, FileSystem};
-use crate::reply::{
-    Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened,
-    Position, Statistics, Target, Timestamp, Written, XATTR_LENGTH_BYTES, Xattr,
+use crate::answer::{
+    Answer, Asked, Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, LaterReplier,
+    Listing, ListingPlus, Opened, Payload, Position, Replier, Sink, SinkPlace, Statistics, Target, Timestamp, Written,
+    XATTR_LENGTH_BYTES, Xattr,
 };
+use crate::file_system::{self, FileSystem};
 use crate::request::{
     Allocate, Close, Create, CreateUnnamed, Fsync, GetAttributes, GetXattr, Link, ListXattrs, Lookup, MOST_NAME_BYTES,
     MOST_TARGET_BYTES, MOST_VALUE_BYTES, MakeDirectory, MakeNode, Open, Read, ReadDirectory, Remove, RemoveXattr,
@@ -139,7 +139,7 @@ impl Checker {
         }
     }
 
-    fn give<R: crate::reply::Reply>(&self, answer: Answer<'_, R>, reply: R) {
+    fn give<R: crate::answer::Reply>(&self, answer: Answer<'_, R>, reply: R) {
         if self.is_late { answer.later().give(reply) } else { answer.give(reply) }
     }
 }
@@ -350,7 +350,6 @@ impl FileSystem for Checker {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::fs;
     use std::path::Path;
 

@@ -8,12 +8,10 @@
 //!
 //! What is said, and no I/O:
 //!
-//! - [`abi`]: the numbers of the protocol. [`request`]: what the kernel asks, typed and checked. [`reply`]: what
-//!   answers say, and their bytes.
+//! - [`abi`]: the numbers of the protocol. [`request`]: what the kernel asks, typed and checked.
 //! - [`file_system`]: what is asked of a file system, and which request calls what. **Start here.** [`answer`]: how it
-//!   answers, in the caller's thread or later from any other, and where the bytes of writes and reads are. [`waits`]:
-//!   processes that are killed while they wait for an answer.
-//! - `negotiation`: what both ends can do.
+//!   answers, in the caller's thread or later from any other, where the bytes of writes and reads are, and what
+//!   answers say. `negotiation`: what both ends can do.
 //!
 //! What carries it, two sisters:
 //!
@@ -23,8 +21,8 @@
 //!
 //! What holds it together:
 //!
-//! - [`session`]: a file system that is mounted and served. [`mount`]: how a directory becomes one, and an ordinary
-//!   directory again. [`error`]: what can go wrong.
+//! - [`session`]: a file system that is mounted and served; and processes that are killed while they wait for an
+//!   answer. [`mount`]: how a directory becomes one, and an ordinary directory again. [`error`]: what can go wrong.
 //!
 //! [`memory`] is a file system in this process's memory.
 //!
@@ -42,11 +40,9 @@ pub mod fuzzing;
 pub mod memory;
 pub mod mount;
 mod negotiation;
-pub mod reply;
 pub mod request;
 mod ring;
 pub mod session;
-pub mod waits;
 
 pub use rustix::io::Errno;
 
@@ -56,5 +52,4 @@ pub use device::Notifier;
 pub use error::{EndError, StartError};
 pub use file_system::FileSystem;
 pub use mount::MountOptions;
-pub use session::{Session, SessionOptions, Transport};
-pub use waits::{Waiter, Waits};
+pub use session::{Session, SessionOptions, Transport, Waiter, Waits};

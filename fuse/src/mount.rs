@@ -303,7 +303,6 @@ fn unescaped(word: &[u8]) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::os::unix::ffi::OsStrExt;
 
     use super::*;

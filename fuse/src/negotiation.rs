@@ -116,7 +116,6 @@ const CONGESTED: u16 = 48;
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
 
     fn body(flags: u64) -> Vec<u8> {

@@ -10,8 +10,7 @@
 use rustix::io::Errno;
 
 use crate::abi::{self, Fields, InHeader, op, set};
-use crate::answer::Payload;
-use crate::reply::{FileKind, Timestamp};
+use crate::answer::{FileKind, Payload, Timestamp};
 
 /// The longest name, as in most file systems.
 pub const MOST_NAME_BYTES: usize = 255;
@@ -857,7 +856,6 @@ const XATTR_REPLACE: u32 = 1 << 1;
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::*;

@@ -170,7 +170,6 @@ fn known() -> String {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
 
     #[test]

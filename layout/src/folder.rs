@@ -204,7 +204,6 @@ pub fn marked(folder: &Path, build: &Build) -> Option<String> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::os::unix::fs::{PermissionsExt, chown, symlink};
 
     use super::*;

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   remora module layout ──▶ search: start the server twice, search its memory ──▶ folder: <build>.layout
-//!                               names: which table has its functions                       │
+//!                               build: which table has its functions                       │
 //!   module, in a server ──▶ build: which build am I? ──────────────────────────────────────┘ read, if only root or
 //!                                                                                            the server can write it
 //! ```
@@ -11,7 +11,7 @@
 //! In reading order:
 //!
 //! - [`family`]: the servers whose tables the module has code for, by their versions and by their functions.
-//! - [`build`]: a program, and the id of its build. [`names`]: the tables with its functions. [`maps`]: its memory.
+//! - [`build`]: a program, and the id of its build; the tables with its functions; its memory.
 //! - [`search`]: finds a layout.
 //! - [`folder`]: the files that are kept, who may write them, and the marks of builds that failed.
 //!
@@ -22,8 +22,6 @@
 pub mod build;
 pub mod family;
 pub mod folder;
-pub mod maps;
-pub mod names;
 pub mod search;
 
 pub use build::{Build, Program};

@@ -34,9 +34,8 @@ use std::time::{Duration, Instant};
 
 use remora_redis::resp::{Decoder, Frame, Limits, command};
 
+use crate::build::{Maps, Names, NamesError, STATE, Table as NamesTable};
 use crate::family::{Maker, UnknownVersion};
-use crate::maps::Maps;
-use crate::names::{Names, NamesError, STATE, Table as NamesTable};
 use crate::{Build, Family, Program};
 
 /// What is searched.
@@ -706,7 +705,6 @@ fn tables_like(memory: &Memory, at: u64, entries: u64) -> BTreeSet<Table> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::os::unix::fs::PermissionsExt;
 
     use object::{Object, ObjectSection};

@@ -62,7 +62,6 @@ const LARGE_BYTES: usize = 16 << 10;
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::*;

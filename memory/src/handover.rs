@@ -244,7 +244,6 @@ const DESCRIPTORS_MAX: u8 = 8;
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
     use super::*;

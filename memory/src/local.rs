@@ -1,14 +1,19 @@
-//! Local sockets: packets, descriptors attached to packets, the folder where the sockets stand, and no call that blocks
-//! without a deadline.
+//! Local sockets, and descriptors that come by them or were left open for this process: packets, descriptors attached
+//! to packets, the folder where the sockets stand, and no call that blocks without a deadline.
 
+use std::collections::VecDeque;
+use std::env;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, Metadata};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -17,11 +22,10 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-use crate::Error;
-pub use crate::closer::{PeerSocket, close_elsewhere};
+use crate::error::Error;
 
 /// Where a socket is bound.
 ///
@@ -364,7 +368,7 @@ const REFUSED_PER_CALL: usize = 64;
 ///
 /// # Errors
 /// [`Error::System`] if no folder can be used. The error names each folder and says why it was rejected.
-pub(crate) fn in_private_folder<T>(bind: impl FnMut(&Path) -> Result<T, Error>) -> Result<T, Error> {
+fn in_private_folder<T>(bind: impl FnMut(&Path) -> Result<T, Error>) -> Result<T, Error> {
     in_first_of(candidates(), bind)
 }
 
@@ -415,7 +419,7 @@ fn prepare(folder: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// [`Error::System`].
-pub(crate) fn restrict(path: &Path) -> Result<bool, Error> {
+fn restrict(path: &Path) -> Result<bool, Error> {
     let group = path.parent().and_then(|folder| folder.metadata().ok()).and_then(|about| group(&about));
     let to_group = group.is_some_and(|group| {
         let group = Some(Gid::from_raw(group));
@@ -479,7 +483,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(24 * 60 * 60);
 /// # Errors
 /// `ENOPROTOOPT` before Linux 6.16.
 #[allow(unsafe_code)] // no crate wraps this option
-pub(crate) fn set_pass_rights(socket: impl AsFd, allowed: bool) -> io::Result<()> {
+fn set_pass_rights(socket: impl AsFd, allowed: bool) -> io::Result<()> {
     let value = libc::c_int::from(allowed);
     let length = size_of_val(&value) as libc::socklen_t;
     let socket = socket.as_fd();
@@ -494,6 +498,140 @@ pub(crate) fn set_pass_rights(socket: impl AsFd, allowed: bool) -> io::Result<()
 /// The number of the option on x86-64, arm64 and all other systems that use the generic numbers. `libc` does not have
 /// it yet.
 const SO_PASSRIGHTS: libc::c_int = 83;
+
+// Closes descriptors on a thread of its own.
+//
+// `close(2)` can block: the last descriptor of a TCP connection with `SO_LINGER` waits for unsent data, and a file of
+// a FUSE file system waits for its server. A process can attach such a descriptor to a packet and close its own copy.
+// The receiver's `close` is then the last one. Closing a socket with unread packets closes their descriptors too.
+
+/// Descriptors to be closed, and whether a thread closes them now.
+static CLOSER: Mutex<Closer> = Mutex::new(Closer { waiting: VecDeque::new(), is_running: false });
+
+struct Closer {
+    waiting: VecDeque<OwnedFd>,
+    is_running: bool,
+}
+
+/// Closes a descriptor later, on another thread, which ends when no descriptor waits. The call never blocks.
+///
+/// The queue has no limit of its own: each entry is an open descriptor, and the process has a limit of these.
+pub fn close_elsewhere(descriptor: OwnedFd) {
+    let mut closer = closer();
+    closer.waiting.push_back(descriptor);
+    if closer.is_running {
+        return;
+    }
+    match thread::Builder::new().name("remora-close".into()).spawn(close_all) {
+        Ok(_) => closer.is_running = true,
+        Err(error) => {
+            tracing::warn!(%error, "cannot start the thread that closes descriptors of other processes");
+            let waiting = std::mem::take(&mut closer.waiting);
+            // Closing may block, so the lock is free meanwhile.
+            drop(closer);
+            drop(waiting);
+        }
+    }
+}
+
+fn close_all() {
+    while let Some(descriptor) = next() {
+        drop(descriptor);
+    }
+}
+
+/// The next descriptor to close. `None` ends the thread.
+fn next() -> Option<OwnedFd> {
+    let mut closer = closer();
+    let next = closer.waiting.pop_front();
+    closer.is_running = next.is_some();
+    next
+}
+
+fn closer() -> MutexGuard<'static, Closer> {
+    CLOSER.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A connection to a process that may be hostile. Dropping it ends the connection at once, and closes the descriptor on
+/// another thread.
+#[derive(Debug)]
+pub struct PeerSocket(Option<OwnedFd>);
+
+impl From<OwnedFd> for PeerSocket {
+    fn from(socket: OwnedFd) -> PeerSocket {
+        PeerSocket(Some(socket))
+    }
+}
+
+impl AsFd for PeerSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        #[expect(clippy::expect_used, reason = "only drop takes it out")]
+        self.0.as_ref().expect("the socket is there until the drop").as_fd()
+    }
+}
+
+impl Drop for PeerSocket {
+    fn drop(&mut self) {
+        let Some(socket) = self.0.take() else { return };
+        // The peer notices the end now. Unlike `close`, this leaves unread packets alone. It fails if the connection
+        // has ended already.
+        let _ = rustix::net::shutdown(&socket, Shutdown::Both);
+        close_elsewhere(socket);
+    }
+}
+
+// Descriptors that the service manager left open for this process. The only unsafe code for them.
+
+/// A descriptor, and the name that the manager has for it.
+pub struct Inherited {
+    /// Its name; empty if the manager gave none.
+    pub name: String,
+    /// The descriptor. Programs that this process starts do not inherit it.
+    pub descriptor: OwnedFd,
+}
+
+/// How many descriptors the service manager left open for this process.
+pub fn passed() -> u32 {
+    let number = |name: &str| env::var(name).ok()?.parse::<u32>().ok();
+    // A process that this one's parent started for itself has the variables too, and not the descriptors.
+    match number("LISTEN_PID") == Some(std::process::id()) {
+        true => number("LISTEN_FDS").unwrap_or(0),
+        false => 0,
+    }
+}
+
+/// Takes the descriptors that the service manager left open for this process (`LISTEN_FDS`, as in sd_listen_fds(3)). It
+/// gives them once: a second call returns none.
+pub fn take() -> Vec<Inherited> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    let count = passed().min(MAX) as RawFd;
+    if count == 0 || TAKEN.swap(true, Ordering::AcqRel) {
+        return Vec::new();
+    }
+    let names = env::var("LISTEN_FDNAMES").unwrap_or_default();
+    let mut names: VecDeque<&str> = names.split(':').collect();
+    let name_of = |number| {
+        let name = names.pop_front().unwrap_or_default().to_owned();
+        Some(Inherited { name, descriptor: open(number)? })
+    };
+    (FIRST..FIRST + count).filter_map(name_of).collect()
+}
+
+/// The first descriptor behind standard input, output and error.
+const FIRST: RawFd = 3;
+
+/// More descriptors than any of our services asks for.
+const MAX: u32 = 64;
+
+/// The descriptor of this number; `None` if it is not open.
+#[allow(unsafe_code)] // no crate gives these as descriptors with an owner
+fn open(number: RawFd) -> Option<OwnedFd> {
+    // SAFETY: The call changes a flag of a descriptor and touches no memory. It fails if the number is not open.
+    let set = unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
+    // SAFETY: The number is open, as the call above has shown. It has no other owner: the manager opened it before this
+    // process began, as LISTEN_PID says, so no code here has opened it, and `TAKEN` lets only one caller get this far.
+    (set == 0).then(|| unsafe { OwnedFd::from_raw_fd(number) })
+}
 
 #[cfg(test)]
 mod tests {

@@ -500,7 +500,7 @@ impl std::fmt::Debug for View {
 /// Converts a missing result to [`Error::Unaligned`]. The mapping starts at a page, so an offset is aligned exactly if
 /// its address is.
 #[inline]
-pub(crate) fn atomic_place<T>(done: Option<T>, offset: u64, align: usize) -> Result<T, Error> {
+fn atomic_place<T>(done: Option<T>, offset: u64, align: usize) -> Result<T, Error> {
     done.ok_or(Error::Unaligned { offset, align: align as u64 })
 }
 

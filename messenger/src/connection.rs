@@ -1,18 +1,23 @@
-//! What an owner has of a session: the handle by which it sends, and the callbacks by which it receives.
+//! What an owner has of a session: messages, the handle by which it sends them, and the callbacks by which it receives;
+//! and what the workers of one messenger share.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::buffer::Buffer;
+use bytes::Bytes;
+
+use crate::buffer::{Buffer, Permit, Pool, Throttle};
 use crate::error::LinkError;
-use crate::message::{Arrival, Delivery, Message};
-use crate::signal::Refusal;
-use crate::stack::Address;
-use crate::throttle::{Permit, Throttle};
+use crate::frame::{Entity, MAX_SEGMENT_BYTES, Open, Refusal};
+use crate::handshake::{Keyring, Versions};
+use crate::policy::Policy;
+use crate::stack::rdma::RdmaOptions;
+use crate::stack::tls::TlsOptions;
+use crate::stack::{Address, Stacks};
 
 // The owner's handle of a session: its send queue. Cheap to clone; every method may be called from any thread.
 //
@@ -359,5 +364,263 @@ pub trait Dispatcher: Send + Sync + 'static {
     /// A peer connected and did not get as far as a session; usually it was not authenticated.
     fn rejected(&self, peer: &Address, why: &LinkError) {
         let _ = (peer, why);
+    }
+}
+
+/// A message to be sent: up to three bodies, shared and not copied.
+///
+/// `front` is for what the receiver parses, `data` for bulk data that should land in memory of the receiver's choice;
+/// `middle` is for anything in between.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Message {
+    /// The request that this answers, or any other number that the owner chooses.
+    pub transaction: u64,
+    /// The kind of message, chosen by the owner.
+    pub kind: u16,
+    /// The first body.
+    pub front: Bytes,
+    /// The second body.
+    pub middle: Bytes,
+    /// The third body.
+    pub data: Bytes,
+    /// Alignment of the data at the receiver: a power of two up to 4096; 0 counts as 1.
+    pub alignment: u16,
+}
+
+impl Message {
+    /// A message with one body.
+    pub fn new(transaction: u64, kind: u16, front: impl Into<Bytes>) -> Message {
+        Message { transaction, kind, front: front.into(), ..Message::default() }
+    }
+
+    /// Adds data.
+    pub fn with_data(mut self, data: impl Into<Bytes>) -> Message {
+        self.data = data.into();
+        self
+    }
+
+    /// Length of all bodies, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.front.len() + self.middle.len() + self.data.len()
+    }
+
+    /// Whether one frame can carry it.
+    pub(crate) fn fits(&self) -> bool {
+        let most = MAX_SEGMENT_BYTES as usize;
+        self.front.len() <= most && self.middle.len() <= most && self.data.len() <= most
+    }
+}
+
+/// A received message. It counts against the receive throttle of its policy while it is held: drop it, or take its
+/// bodies out, to let the next one in.
+#[derive(Debug)]
+pub struct Delivery {
+    /// The request that this answers.
+    pub transaction: u64,
+    /// The kind of message, chosen by its sender.
+    pub kind: u16,
+    /// Its number in the session, from 1.
+    pub number: u64,
+    /// The first body.
+    pub front: Buffer,
+    /// The second body.
+    pub middle: Buffer,
+    /// The third body.
+    pub data: Buffer,
+    /// Its share of the throttle.
+    pub permit: Option<Permit>,
+}
+
+impl Delivery {
+    /// A message that answers this one: same transaction, same kind.
+    pub fn reply(&self, front: impl Into<Bytes>) -> Message {
+        Message::new(self.transaction, self.kind, front)
+    }
+}
+
+/// A message whose head has arrived and whose bodies have not. It decides where the bodies are received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Arrival {
+    /// The request that it answers.
+    pub transaction: u64,
+    /// The kind of message, chosen by its sender.
+    pub kind: u16,
+    /// Lengths of front, middle and data, in bytes.
+    pub bodies: [u32; 3],
+    /// Alignment that the sender wants for its data, in bytes.
+    pub alignment: usize,
+}
+
+// What the workers of one messenger share, its settings, and the registry that finds the session of an OPEN.
+
+// What the workers of one messenger share.
+
+/// What all workers of a messenger share.
+pub(crate) struct Common {
+    pub(crate) entity: Entity,
+    pub(crate) policy: Policy,
+    pub(crate) handshake: HandshakeConfig,
+    pub(crate) polling: Polling,
+    pub(crate) stacks: Stacks,
+    pub(crate) dispatcher: Arc<dyn Dispatcher>,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) max_sessions: usize,
+    pub(crate) max_unauthenticated: usize,
+    pub(crate) serving: AtomicBool,
+    /// Where peers can connect to, once the messenger listens.
+    pub(crate) address: Mutex<Option<Address>>,
+    pub(crate) next_worker: AtomicUsize,
+    pub(crate) registry: Mutex<Registry>,
+}
+
+impl Common {
+    pub(crate) fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Settings of a messenger, other than the behaviour of its sessions ([`Policy`]).
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Number of threads. A connection lives on one of them.
+    pub workers: usize,
+    /// Whether bodies have checksums. They are left out only where both ends ask for that.
+    pub summed: bool,
+    /// The secrets that both ends share. With a token frames are sealed, unless `sealed` is false at both ends. Without
+    /// one every peer is accepted.
+    pub keys: Option<Arc<Keyring>>,
+    /// The versions of the owner's protocol that this end speaks. The ends agree on the newest common one.
+    pub versions: Versions,
+    /// Whether frames have seals if there is a token.
+    pub sealed: bool,
+    /// Whether a worker polls before it sleeps.
+    pub polling: Polling,
+    /// Bytes of received data that the pool may keep for reuse.
+    pub pool_bytes: usize,
+    /// Greatest number of sessions.
+    pub max_sessions: usize,
+    /// What `tls:` addresses need.
+    pub tls: TlsOptions,
+    /// Settings of RDMA links.
+    pub rdma: RdmaOptions,
+    /// Greatest number of links per worker without a session. This bounds the memory that unauthenticated peers can
+    /// take.
+    pub max_unauthenticated: usize,
+}
+
+/// What a worker does when it has no work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Polling {
+    /// It sleeps at once: least processor time.
+    Event,
+    /// It never sleeps: least latency, at the price of one processor.
+    Spin,
+    /// It polls for up to this long, and for less where polling has rarely found something.
+    Adaptive(Duration),
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            workers: 1,
+            summed: true,
+            keys: None,
+            versions: Versions::only(1),
+            sealed: true,
+            polling: Polling::Event,
+            pool_bytes: POOL_BYTES,
+            max_sessions: MAX_SESSIONS,
+            tls: TlsOptions::default(),
+            rdma: RdmaOptions::default(),
+            max_unauthenticated: MAX_UNAUTHENTICATED,
+        }
+    }
+}
+
+/// What this end brings into every handshake.
+#[derive(Debug, Clone)]
+pub(crate) struct HandshakeConfig {
+    pub(crate) keys: Arc<Keyring>,
+    pub(crate) versions: Versions,
+    pub(crate) summed: bool,
+    pub(crate) sealed: bool,
+}
+
+impl HandshakeConfig {
+    /// What this end can do without. Only what both ends can do without is left out, so no peer weakens this end.
+    pub(crate) fn features(&self) -> u64 {
+        u64::from(!self.summed) * MAY_LEAVE_SUMS + u64::from(!self.sealed) * MAY_LEAVE_SEALS
+    }
+}
+
+/// Feature bits of the handshake: this end can do without checksums over bodies, and without seals.
+pub(crate) const MAY_LEAVE_SUMS: u64 = 1;
+
+pub(crate) const MAY_LEAVE_SEALS: u64 = 2;
+
+/// Twice what a fast link brings in a hundredth of a second.
+const POOL_BYTES: usize = 64 << 20;
+
+/// Each session costs a descriptor and a few kilobytes.
+const MAX_SESSIONS: usize = 65_536;
+
+/// As many connections as arrive at once when a server with very many clients comes back.
+const MAX_UNAUTHENTICATED: usize = 16_384;
+
+// Finds the session that an OPEN names. Shared by the workers of a messenger, and asked once per link, never per
+// message.
+
+/// The names by which sessions are found.
+#[derive(Default)]
+pub(crate) struct Registry {
+    sessions: usize,
+    names: HashMap<Name, Connection>,
+}
+
+/// A name of a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Name {
+    /// This end's cookie: the peer has been told it.
+    Ours(u64),
+    /// The peer's cookie: a peer that connects again because it never received the answer.
+    Theirs(Entity, u64),
+    /// The address that the peer listens at: two peers that connect to each other.
+    Address(SocketAddr),
+}
+
+impl Registry {
+    /// The session that an OPEN names.
+    pub(crate) fn find(&self, open: &Open) -> Option<&Connection> {
+        if let Some(to) = open.to {
+            return self.names.get(&Name::Ours(to.id));
+        }
+        let by_cookie = self.names.get(&Name::Theirs(open.entity, open.from.id));
+        by_cookie.or_else(|| self.names.get(&Name::Address(open.address?)))
+    }
+
+    /// The session with the peer that listens at an address.
+    pub(crate) fn with_peer_at(&self, address: SocketAddr) -> Option<&Connection> {
+        self.names.get(&Name::Address(address))
+    }
+
+    /// Gives a session a name. A name that is in use moves to this session.
+    pub(crate) fn enter(&mut self, name: Name, connection: &Connection) {
+        let before = self.names.insert(name, connection.clone());
+        self.sessions += usize::from(before.is_none() && matches!(name, Name::Ours(_)));
+    }
+
+    /// Removes names that still belong to that session.
+    pub(crate) fn leave(&mut self, names: &[Name], connection: &Connection) {
+        for name in names {
+            if self.names.get(name) == Some(connection) {
+                self.names.remove(name);
+                self.sessions -= usize::from(matches!(name, Name::Ours(_)));
+            }
+        }
+    }
+
+    /// The number of sessions.
+    pub(crate) fn sessions(&self) -> usize {
+        self.sessions
     }
 }

@@ -9,11 +9,10 @@ use remora_wire::Token;
 
 use crate::buffer::Buffer;
 use crate::frame;
-use crate::handshake::frame::{Decoder, MAX_HANDSHAKE_PAYLOAD_BYTES};
-use crate::handshake::{Handshake, Opening, Role, Versions};
+use crate::frame::{Entity, Label, MESSAGE, Signal};
+use crate::handshake::{Decoder, Handshake, MAX_HANDSHAKE_PAYLOAD_BYTES, Opening, Role, Versions};
 use crate::policy::Policy;
 use crate::session::{LinkId, LocalEnd, Session};
-use crate::signal::{Entity, Label, MESSAGE, Signal};
 
 /// The targets, by the name of their file and of their seeds' folder.
 pub const TARGETS: [(&str, Body); 5] = [
@@ -165,7 +164,6 @@ const PIECE_AND_FRAME_BYTES: usize = 7 + MAX_HANDSHAKE_PAYLOAD_BYTES as usize + 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
     use std::fs;
     use std::path::Path;

@@ -57,15 +57,13 @@
 //! # Modules, in reading order
 //!
 //! - [`policy`]: what happens to a session when its link breaks, chosen by name. **Start here.**
-//! - [`message`], [`connection`], [`messenger`]: the owner's side of the layer: messages, the handle of a session, and
-//!   callbacks.
+//! - [`connection`], [`messenger`]: the owner's side of the layer: messages, the handle of a session, and callbacks.
 //! - [`session`]: the state machine of a session, pure. It numbers, acknowledges, replays, resumes, and detects resets.
-//! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token; pure.
-//! - [`keyring`]: the tokens of an endpoint.
-//! - [`signal`], [`frame`]: the bytes that the ends exchange, and their seals; pure.
-//! - [`buffer`], [`throttle`]: memory for received data, and bounds on what is under way.
-//! - `worker`, `common`, [`stack`]: the thread that moves bytes between links and sessions, what it shares with the
-//!   others, and the links.
+//! - [`handshake`]: how the two ends of a link prove to each other that they hold the same token; pure. Also the
+//!   tokens of an endpoint.
+//! - [`frame`]: the bytes that the ends exchange, what they mean, and their seals; pure.
+//! - [`buffer`]: memory for received data, and bounds on what is under way.
+//! - `worker`, [`stack`]: the thread that moves bytes between links and sessions; the links.
 //! - [`error`]: why a link ended.
 //!
 //! A worker waits only in epoll. Every state of a session but two ends by a time limit. Whichever end connects,
@@ -74,32 +72,24 @@
 #![forbid(unsafe_code)]
 
 pub mod buffer;
-mod common;
 pub mod connection;
 pub mod error;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod handshake;
-pub mod keyring;
-pub mod message;
 pub mod messenger;
 pub mod policy;
 pub mod session;
-pub mod signal;
 pub mod stack;
-pub mod throttle;
 mod worker;
 
 pub use remora_wire::Token;
 
-pub use buffer::{Buffer, Pool};
-pub use common::{Options, Polling};
-pub use connection::{Connection, Dispatcher, Negotiated, SendError};
-pub use keyring::{Key, Keyring};
-pub use message::{Arrival, Delivery, Message};
+pub use buffer::{Buffer, Permit, Pool, Throttle};
+pub use connection::{Arrival, Connection, Delivery, Dispatcher, Message, Negotiated, Options, Polling, SendError};
+pub use frame::Refusal;
+pub use handshake::{Key, Keyring};
 pub use messenger::Messenger;
 pub use policy::Policy;
-pub use signal::Refusal;
 pub use stack::Address;
-pub use throttle::{Permit, Throttle};

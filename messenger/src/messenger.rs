@@ -8,16 +8,13 @@ use std::{fmt, io};
 use remora_wire::Token;
 use rustls::ServerConfig;
 
-use crate::buffer::Pool;
-use crate::common::{Common, HandshakeConfig, Name, Options};
-use crate::connection::{Connection, Dispatcher, Mailbox};
-use crate::keyring::Keyring;
+use crate::buffer::{Pool, Throttle};
+use crate::connection::{Common, Connection, Dispatcher, HandshakeConfig, Mailbox, Name, Options};
+use crate::frame::Entity;
+use crate::handshake::Keyring;
 use crate::policy::Policy;
-use crate::signal::Entity;
-use crate::stack::posix::TcpLink;
 use crate::stack::tls::TlsLink;
-use crate::stack::{Address, Link, Stacks};
-use crate::throttle::Throttle;
+use crate::stack::{Address, Link, Stacks, TcpLink};
 use crate::worker::{Command, Handle, LinkState};
 
 /// An endpoint of the layer. Dropping it ends its sessions and its threads.

@@ -11,8 +11,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::buffer::Throttle;
 use crate::frame::Limits;
-use crate::throttle::Throttle;
 
 /// The behaviour of a messenger's sessions. Made by a named constructor, after which fields may be changed.
 #[derive(Debug, Clone)]

@@ -11,8 +11,7 @@
 //!
 //! - [`register`]: every family. **Start here.**
 //! - [`families`]: names and values as text, and those that every process has.
-//! - [`site`]: the HTTP server; `page`: the page for people.
-//! - [`watch`]: how an agent is asked, and the file.
+//! - [`site`]: the HTTP server, how an agent is asked, and the file; `page`: the page for people.
 //! - [`view`]: what people are shown of a source's report; `remora status` draws it too.
 //! - [`sample`]: a report for the tests of both.
 //!
@@ -30,9 +29,7 @@ pub mod sample;
 mod shipped;
 pub mod site;
 pub mod view;
-pub mod watch;
 
-pub use self::families::{Families, own_ticks};
-pub use self::register::Agent;
-pub use self::site::{Site, bind};
-pub use self::watch::{Scrape, Scrapes, Watch};
+pub use families::{Families, own_ticks};
+pub use register::Agent;
+pub use site::{Scrape, Scrapes, Site, Watch, bind};

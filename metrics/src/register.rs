@@ -457,7 +457,6 @@ families! {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::collections::BTreeSet;
 
     use super::*;

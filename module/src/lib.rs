@@ -35,8 +35,8 @@ use std::ffi::CStr;
 use std::sync::atomic::Ordering::Relaxed;
 
 use api::{Command, Context, InfoSection, Informer, LogLevel, Module, StrRef};
-use capture::{armed, child, commands};
-use sweep::{begin, running};
+use capture::child;
+use sweep::running;
 
 /// This crate, as a module of the server.
 struct Remora;
@@ -46,8 +46,8 @@ impl Module for Remora {
     const VERSION: u16 = 100;
 
     fn load(context: &Context<'_>, arguments: &[StrRef<'_>]) -> bool {
-        let settings = armed::ALLOWED.register(context)
-            && armed::AGENT_TIMEOUT.register(context)
+        let settings = capture::ALLOWED.register(context)
+            && capture::AGENT_TIMEOUT.register(context)
             && fast::ALLOWED.register(context)
             && running::SHARE.register(context)
             && context.load_settings();
@@ -55,16 +55,16 @@ impl Module for Remora {
             return refuse(context, "the server rejects its settings; docs/explanation/module.md lists them");
         }
         context.add_acl_category(CATEGORY);
-        let commands = command::<commands::Arm>(context)
-            && command::<commands::Disarm>(context)
-            && command::<commands::Status>(context)
-            && command::<commands::Help>(context)
+        let commands = command::<capture::Arm>(context)
+            && command::<capture::Disarm>(context)
+            && command::<capture::Status>(context)
+            && command::<capture::Help>(context)
             && command::<child::Walk>(context)
-            && command::<begin::Begin>(context);
+            && command::<sweep::Begin>(context);
         if !commands {
             return refuse(context, "the server already has commands with its names");
         }
-        if !context.subscribe::<child::SnapshotBegins>() || !context.subscribe::<armed::ChildEnded>() {
+        if !context.subscribe::<child::SnapshotBegins>() || !context.subscribe::<capture::ChildEnded>() {
             return refuse(context, "the server has no events for its fork children");
         }
         let events = context.subscribe::<running::Flushed>()
@@ -86,7 +86,7 @@ impl Module for Remora {
         context.set_module_options(options | moves_slots);
         // A server does not unload a module that has a type, and the loading half needs a type.
         let capture_only = arguments.iter().any(|argument| argument.as_bytes() == CAPTURE_ONLY);
-        let loads = capture_only || (command::<load::field::Load>(context) && load::register(context));
+        let loads = capture_only || (command::<load::Load>(context) && load::register(context));
         if !loads {
             return refuse(context, "the server already has a type named RemoraRef");
         }
@@ -98,7 +98,7 @@ impl Module for Remora {
     }
 
     fn unload(context: &Context<'_>) -> bool {
-        let (state, generation) = armed::state();
+        let (state, generation) = capture::state();
         if let Some(generation) = generation {
             context
                 .log(LogLevel::Warning, &format!("remora is not unloaded: it is {state} for generation {generation}"));
@@ -137,8 +137,8 @@ fn refuse(context: &Context<'_>, why: &str) -> bool {
 
 impl Informer for Remora {
     fn inform(section: &InfoSection<'_>) {
-        let (state, generation) = armed::state();
-        let history = armed::history();
+        let (state, generation) = capture::state();
+        let history = capture::history();
         section.text(c"version", env!("CARGO_PKG_VERSION"));
         section.text(c"state", state);
         section.number(c"generation", generation.unwrap_or(0));

@@ -8,7 +8,7 @@
 use std::io::Read;
 use std::sync::Arc;
 
-use remora_nbd::memory::MemoryDevice;
+use remora_nbd::device::MemoryDevice;
 use remora_nbd::{Address, Offer, Server, ServerOptions};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

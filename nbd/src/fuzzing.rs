@@ -159,7 +159,6 @@ fn reply_bytes(bytes: &[u8], cookie: u64) -> usize {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::fs;
     use std::path::Path;
 

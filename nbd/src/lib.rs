@@ -14,9 +14,9 @@
 //!
 //! What carries it:
 //!
-//! - [`device`]: what a block device must do, and how it answers: in the caller's thread, or later from any other.
-//! - [`memory`]: a device in this process's memory.
-//! - `stream`: a socket, with TLS or without, and its certificates. `outbox`: what waits to be sent on it.
+//! - [`device`]: what a block device must do, and how it answers: in the caller's thread, or later from any other; what
+//!   waits to be sent; and a device in this process's memory.
+//! - `stream`: a socket, with TLS or without, and its certificates.
 //! - [`server`]: listens, and has a thread for each connection.
 //!
 //! A device that answers at once is served by one thread with one `recv` and one `send` for as many requests as have
@@ -31,8 +31,6 @@ pub mod export;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod handshake;
-pub mod memory;
-mod outbox;
 pub mod protocol;
 pub mod request;
 pub mod server;

@@ -71,7 +71,7 @@ impl Events {
         let library = library()?;
         // SAFETY: The call has no preconditions.
         let raw = check_pointer(unsafe { (library.manager.rdma_create_event_channel)() });
-        let raw = raw.map_err(|error| crate::error::diagnose(&error))?;
+        let raw = raw.map_err(|error| crate::library::diagnose(&error))?;
         let events = Events { raw, library };
         set_nonblocking(events.as_fd())?;
         Ok(Arc::new(events))

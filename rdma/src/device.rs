@@ -100,7 +100,7 @@ impl Device {
         // SAFETY: The count is a local variable.
         let list = unsafe { (library.manager.rdma_get_devices)(&mut count) };
         let Some(list) = NonNull::new(list) else {
-            return Err(crate::error::diagnose(&std::io::Error::last_os_error()));
+            return Err(crate::library::diagnose(&std::io::Error::last_os_error()));
         };
         let devices = (0..usize::try_from(count).unwrap_or(0))
             .map(|number| {

@@ -18,7 +18,7 @@
 //! - [`objects`]: queue pairs and what they need. **Start here**, or with [`walkthrough`].
 //! - [`cm`]: the connection manager.
 //! - [`device`]: devices, and alarms that report their failure.
-//! - `library`: the two libraries, opened at run time; [`bindings`]: their types.
+//! - `library`: the two libraries, opened at run time, and errors; [`bindings`]: their types.
 //! - [`duplex`]: connections on which both ends send, for the messenger.
 //! - [`report`]: what this machine has and what it lacks, and which address belongs to which port of which device.
 //! - [`walkthrough`]: one connection and one message, step by step.
@@ -27,11 +27,9 @@ pub mod bindings;
 pub mod cm;
 pub mod device;
 pub mod duplex;
-mod error;
 mod library;
 pub mod objects;
 pub mod report;
 pub mod walkthrough;
 
-pub use error::{Error, no_device};
-pub use library::{DISABLE, status_name};
+pub use library::{DISABLE, Error, no_device, status_name};

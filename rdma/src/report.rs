@@ -9,8 +9,7 @@ use std::ptr::{NonNull, null_mut};
 use crate::Error;
 use crate::cm::{Events, Id};
 use crate::device::Device;
-use crate::error::no_device;
-use crate::library::{check_code, library};
+use crate::library::{check_code, library, no_device};
 
 // What RDMA hardware and permissions this machine has, and what it lacks. No connection is made here.
 //
@@ -317,7 +316,6 @@ fn address_of(address: *const libc::sockaddr) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
 
     #[test]

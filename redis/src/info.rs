@@ -1,10 +1,15 @@
-//! The answer to `INFO` as a map. Section names are dropped: no field name occurs in two sections.
+//! The answer to `INFO` as a map; the names of replication histories; and small parsers that several modules need.
+//!
+//! Section names are dropped: no field name occurs in two sections.
 //!
 //! Parsing never fails. A line that is not `name:value` is skipped, and a caller that needs a field finds it missing.
 //! The map is as large as the text, whose size [`crate::resp::Limits::bulk_bytes`] bounds.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::str::FromStr;
+
+use crate::MAX_OFFSET;
 
 /// The fields of an `INFO` answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -102,9 +107,115 @@ fn is_replica(name: &str) -> bool {
         .is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
+// The name of a replication history.
+
+/// Number of hexadecimal digits in the name of a history (`CONFIG_RUN_ID_SIZE` in the servers).
+const DIGITS: usize = 40;
+
+/// A replication id: 40 hexadecimal digits in lower case, as the servers print it.
+///
+/// A primary generates a new one when it begins a history that no replica can continue. Two servers with the same
+/// replication id and the same offset hold the same data.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ReplId([u8; DIGITS]);
+
+impl ReplId {
+    /// Parses 40 hexadecimal digits; upper case is converted to lower case.
+    pub fn parse(digits: &[u8]) -> Result<ReplId, InvalidReplId> {
+        let digits: [u8; DIGITS] = digits.try_into().map_err(|_| InvalidReplId { length: digits.len() })?;
+        if !digits.iter().all(u8::is_ascii_hexdigit) {
+            return Err(InvalidReplId { length: DIGITS });
+        }
+        Ok(ReplId(digits.map(|digit| digit.to_ascii_lowercase())))
+    }
+
+    /// The 40 digits, in lower case.
+    pub fn as_bytes(&self) -> &[u8; DIGITS] {
+        &self.0
+    }
+}
+
+/// The exact form of binary formats: 40 digits in lower case. What is converted has the same bytes again.
+impl TryFrom<[u8; DIGITS]> for ReplId {
+    type Error = InvalidReplId;
+
+    fn try_from(digits: [u8; DIGITS]) -> Result<ReplId, InvalidReplId> {
+        ReplId::parse(&digits).ok().filter(|replid| replid.0 == digits).ok_or(InvalidReplId { length: DIGITS })
+    }
+}
+
+impl FromStr for ReplId {
+    type Err = InvalidReplId;
+
+    fn from_str(text: &str) -> Result<ReplId, InvalidReplId> {
+        ReplId::parse(text.as_bytes())
+    }
+}
+
+impl fmt::Display for ReplId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|digit| fmt::Write::write_char(f, char::from(*digit)))
+    }
+}
+
+impl fmt::Debug for ReplId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ReplId({self})")
+    }
+}
+
+/// The parsed text is not a replication id.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("a replid has {DIGITS} hexadecimal digits; this has {length} bytes or other characters")]
+pub struct InvalidReplId {
+    /// Length of the text, in bytes.
+    pub length: usize,
+}
+
+// Small parsers that several modules need: decimal numbers, and excerpts for error messages. Not a parser library:
+// each function parses one line of some protocol.
+
+/// Bytes of a peer's data that an error message quotes: enough to recognise an HTTP status line, short enough for a
+/// log.
+const EXCERPT_BYTES: usize = 60;
+
+/// A whole number as servers print it: digits only, no sign, no space.
+pub(crate) fn decimal_u64(digits: &[u8]) -> Option<u64> {
+    let all_digits = !digits.is_empty() && digits.iter().all(u8::is_ascii_digit);
+    all_digits.then(|| std::str::from_utf8(digits).ok()?.parse().ok()).flatten()
+}
+
+/// A replication offset, at most [`MAX_OFFSET`].
+pub(crate) fn offset(digits: &[u8]) -> Option<u64> {
+    decimal_u64(digits).filter(|offset| *offset <= MAX_OFFSET)
+}
+
+/// As [`decimal_u64`], with an optional minus sign.
+pub(crate) fn decimal_i64(digits: &[u8]) -> Option<i64> {
+    let unsigned = digits.strip_prefix(b"-").unwrap_or(digits);
+    let all_digits = !unsigned.is_empty() && unsigned.iter().all(u8::is_ascii_digit);
+    all_digits.then(|| std::str::from_utf8(digits).ok()?.parse().ok()).flatten()
+}
+
+/// The beginning of `bytes` as printable text, at most [`EXCERPT_BYTES`] of them.
+pub(crate) fn excerpt(bytes: &[u8]) -> String {
+    let head = bytes.get(..EXCERPT_BYTES).unwrap_or(bytes);
+    let ellipsis = if head.len() < bytes.len() { "…" } else { "" };
+    format!("{}{ellipsis}", head.escape_ascii())
+}
+
+/// `text` without line breaks, which would end a RESP line early.
+pub(crate) fn one_line(text: &[u8]) -> impl Iterator<Item = u8> + '_ {
+    text.iter().map(|byte| match byte {
+        b'\r' | b'\n' => b' ',
+        other => *other,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     const PRIMARY: &[u8] = include_bytes!("../tests/corpus/info/valkey-9.1-primary");
@@ -134,5 +245,46 @@ mod tests {
         let info = Info::parse(b"slave0:ip=fe80::1,port=0,state=wait_bgsave,offset=0,lag=-1,type=replica\r\n");
         let replica = info.replicas().next().unwrap();
         assert_eq!((replica.ip.as_str(), replica.port, replica.lag), ("fe80::1", 0, None));
+    }
+
+    #[test]
+    fn a_replid_prints_as_it_was_read() {
+        let text = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";
+        assert_eq!(text.parse::<ReplId>().unwrap().to_string(), text);
+        assert_eq!(text.to_uppercase().parse::<ReplId>().unwrap().to_string(), text);
+    }
+
+    #[test]
+    fn anything_but_forty_hexadecimal_digits_is_refused() {
+        for wrong in ["", "?", &"a".repeat(39), &"a".repeat(41), &"g".repeat(40)] {
+            assert!(wrong.parse::<ReplId>().is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_converted_only_if_they_come_back_the_same() {
+        let digits = *b"8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";
+        assert_eq!(ReplId::try_from(digits).unwrap().as_bytes(), &digits);
+        for wrong in [digits.map(|digit| digit.to_ascii_uppercase()), [0; 40], [b'g'; 40]] {
+            assert!(ReplId::try_from(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn numbers_are_digits_and_nothing_else() {
+        assert_eq!(decimal_u64(b"18446744073709551615"), Some(u64::MAX));
+        assert_eq!(decimal_i64(b"-9223372036854775808"), Some(i64::MIN));
+        for wrong in [&b""[..], b"+1", b" 1", b"1 ", b"-1", b"0x1", b"18446744073709551616"] {
+            assert_eq!(decimal_u64(wrong), None, "{wrong:?}");
+        }
+        for wrong in [&b""[..], b"-", b"--1", b"+1", b"9223372036854775808"] {
+            assert_eq!(decimal_i64(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn an_excerpt_is_printable_and_short() {
+        assert_eq!(excerpt(b"\x15\x03\x01ok"), "\\x15\\x03\\x01ok");
+        assert_eq!(excerpt(&[b'a'; 1000]), format!("{}…", "a".repeat(EXCERPT_BYTES)));
     }
 }

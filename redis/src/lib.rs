@@ -45,18 +45,15 @@
 struct Page;
 
 pub mod aof;
-mod buffer;
 pub mod commands;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
 pub mod info;
 pub mod psync;
 pub mod rdb;
-mod replid;
 pub mod resp;
-mod text;
 
-pub use replid::{InvalidReplId, ReplId};
+pub use info::{InvalidReplId, ReplId};
 pub use resp::Refusal;
 
 /// The highest replication offset: servers count offsets as signed 64-bit integers. An offset at most this high has a

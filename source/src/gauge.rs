@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use remora_protocol::Length;
 use remora_redis::ReplId;
 use remora_redis::aof::Seen;
-use remora_table::server_pages::capture_page::WriterStatus;
+use remora_table::server_pages::WriterStatus;
 use remora_table::{SnapshotWriter, State};
 
 use super::capture::Method;

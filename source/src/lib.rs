@@ -76,7 +76,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_fabric::memory::inherited;
+use remora_fabric::memory::local;
 use remora_fabric::{RegionId, TransportKind};
 use remora_protocol::{MAX_STANDBYS, Message, Offer, Phase, RefusalCode, Relays, Upstream, WaitCause};
 use remora_table::Origin;
@@ -153,7 +153,7 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
         None => None,
     };
     service_manager::tell_of_another_process();
-    let mut inherited = inherited::take();
+    let mut inherited = local::take();
     let port = Port::take(&mut inherited, options.listen)?;
     let is_sealed = security.seals_tables(port.address().ip());
     let (left, mut tables) = match service_manager::take(&options, is_sealed, inherited) {

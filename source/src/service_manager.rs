@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use remora_fabric::memory::inherited::Inherited;
+use remora_fabric::memory::local::Inherited;
 use remora_fabric::{Memory, Pages, RegionId, View};
 use remora_table::{Expectation, Geometry, Kind, Origin, SealKey, journal_left, snapshot_left};
 use rustix::net::sockopt::{socket_acceptconn, socket_type};

@@ -164,7 +164,6 @@ pub fn decode_kept(method: Method, number: u64, stored: &[u8], length: u32) -> R
 #[cfg(all(test, not(loom)))]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::*;

@@ -16,16 +16,13 @@ use std::{
 use remora_fabric::{Completion, Error as FabricError, Memory, Pages, Peer, ReadError, ReadRequest, View, memory::crc};
 use remora_redis::ReplId;
 
+use crate::encoding::{Decoder, Encoder, decode_kept};
+use crate::layout::{self, AT_HEAD_CHECK, Entry, HEAD_BYTES, Head, LINE_OFFSET, Line};
+use crate::seal::SlotSeal;
+use crate::server_pages::{CAPTURE_PAGE_BYTES, CapturePage, LOAD_PAGE_BYTES, LoadPage};
 use crate::{
     Algorithm, Expectation, Geometry, Identity, JournalReader, Kind, MIN_SLOTS, Method, Origin, Seal, SealKey,
     SinkLayout, SnapshotReader,
-    encoding::{Decoder, Encoder, decode_kept},
-    layout::{self, AT_HEAD_CHECK, Entry, HEAD_BYTES, Head, LINE_OFFSET, Line},
-    seal::SlotSeal,
-    server_pages::{
-        capture_page::{CAPTURE_PAGE_BYTES, CapturePage},
-        load_page::{LOAD_PAGE_BYTES, LoadPage},
-    },
 };
 
 /// A body: panics if a property does not hold.
@@ -331,7 +328,6 @@ impl Peer for PlainPeer {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::path::Path;
 
     use proptest::prelude::*;

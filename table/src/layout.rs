@@ -531,7 +531,6 @@ fn get_u64(bytes: &[u8], at: usize) -> u64 {
 #[cfg(all(test, not(loom)))]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::*;

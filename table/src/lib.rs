@@ -56,8 +56,7 @@ pub use journal::{Chunk, JournalReader, JournalWriter, Room, journal_left};
 pub use layout::{Geometry, MIN_SLOTS, State};
 pub use method::Method;
 pub use seal::{Algorithm, Seal, SealKey};
-pub use server_pages::capture_page::CapturePage;
-pub use server_pages::load_page::LoadPage;
+pub use server_pages::{CapturePage, LoadPage};
 pub use snapshot::{
     Encoded, Loss, Place, Progress, SinkLayout, Slot, SnapshotCopy, SnapshotReader, SnapshotSealer, SnapshotWriter,
     StoredSlot, Turn, snapshot_left,

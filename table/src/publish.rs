@@ -192,7 +192,6 @@ impl CellsMut for std::sync::Arc<Memory> {
 mod loom_tests {
     #![allow(clippy::unwrap_used)]
     //! Every interleaving of one writer and one reader, on the code above.
-
     use std::sync::atomic::Ordering::Relaxed;
 
     use loom::sync::{Arc, atomic::AtomicU64};

@@ -221,7 +221,6 @@ impl Purpose {
 #[cfg(all(test, not(loom)))]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
     use crate::{Algorithm, Identity, Origin, SealKey, layout::Kind};
 

@@ -22,7 +22,7 @@ use crate::net::Host;
 use crate::process::{self, Process};
 use crate::random::Random;
 use crate::scratch;
-use remora_redis::commands::keys::{Access, Begin, Find, Key};
+use remora_redis::commands::{Access, Begin, Find, Key};
 use remora_redis::info::Info;
 use remora_redis::resp::Frame;
 

@@ -17,10 +17,9 @@ use clap::Args;
 use crate::process::{cargo, succeed};
 use remora_bench::sync::Result;
 use remora_lab::server::{self, Described, Program, Server, project_root};
-use remora_layout::names::Table;
+use remora_layout::build::Table;
 use remora_layout::search::{Wanted, find};
-use remora_redis::commands::keys::Key;
-use remora_redis::commands::{RELEASES, TABLE};
+use remora_redis::commands::{Key, RELEASES, TABLE};
 
 /// Command-line arguments.
 #[derive(Args, Debug)]

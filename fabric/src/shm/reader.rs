@@ -10,9 +10,9 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
 use super::wire::{self, BootId, Shm};
+use crate::admission;
+use crate::admission::{Hello, Reader};
 use crate::error::{Denial, Error, ReadError};
-use crate::grants;
-use crate::lane_handshake::{Hello, Reader};
 use crate::memory::local::{self, Packet};
 use crate::memory::{self, Memory, View, wait_readable};
 use crate::region::{RegionKey, Secret, TransportKind};
@@ -77,7 +77,8 @@ struct Handshake<'a> {
 impl Handshake<'_> {
     /// Returns the packet of the welcome, proved to come from the source, to which the memory is attached.
     fn run(&self, key: &RegionKey, session: u64) -> Result<Packet, Error> {
-        let (reader, hello) = Reader::<Shm>::hello(&Hello { lane: 0, session, id: key.id(), nonce: grants::nonce()? });
+        let (reader, hello) =
+            Reader::<Shm>::hello(&Hello { lane: 0, session, id: key.id(), nonce: admission::nonce()? });
         // A source that is too busy may have hung up already. Its answer can still be received.
         let _ = local::send(self.socket, &hello, None);
         let (reader, proof) = reader.prove(self.receive()?.bytes(), self.secret)?;

@@ -11,9 +11,8 @@ use rustix::io::Errno;
 
 use super::wire::{self, BootId, Namespace, Shm};
 use super::{Place, ShmOptions};
+use crate::admission::{self, Format, Grants, Hello, PROOF_BYTES, Refusal, Regions, Source};
 use crate::error::{Denial, Error};
-use crate::grants::{self, Grants, PROOF_BYTES, Regions};
-use crate::lane_handshake::{Format, Hello, Refusal, Source};
 use crate::memory::Memory;
 use crate::memory::local::{self, Address, Admits, Listener, Packet, PeerSocket};
 use crate::region::{RegionId, RegionKey, Secret, TransportKind};
@@ -208,7 +207,7 @@ impl Server {
         Ok(())
     }
 
-    pub(super) fn forget_region(&mut self, id: RegionId) {
+    fn forget_region(&mut self, id: RegionId) {
         self.regions.remove(&id);
     }
 
@@ -217,7 +216,7 @@ impl Server {
     }
 
     /// Sends a farewell to the readers that `chosen` selects by session and region, and closes their connections.
-    pub(super) fn cut_readers(&mut self, reason: Denial, chosen: impl Fn(u64, RegionId) -> bool) {
+    fn cut_readers(&mut self, reason: Denial, chosen: impl Fn(u64, RegionId) -> bool) {
         self.readers.retain(|_, reader| match reader.stage {
             Stage::Reading { session, id } if chosen(session, id) => {
                 // If it cannot be sent, the end of the connection tells the reader enough.
@@ -229,19 +228,19 @@ impl Server {
     }
 
     /// Time until the next handshake is late; `None` if no handshake is in progress.
-    pub(super) fn next_timeout(&self, now: Instant) -> Option<Timespec> {
+    fn next_timeout(&self, now: Instant) -> Option<Timespec> {
         let first = self.readers.values().filter_map(ReaderConnection::deadline).min()?;
         // A millisecond more, so that the handshake is late at the next turn, and not only almost.
         let left = first.saturating_duration_since(now) + Duration::from_millis(1);
         Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() })
     }
 
-    pub(super) fn cut_late(&mut self, now: Instant) {
+    fn cut_late(&mut self, now: Instant) {
         self.readers.retain(|_, reader| reader.deadline().is_none_or(|deadline| deadline > now));
     }
 
     /// The number of the next reader, and whether all places for readers are taken.
-    pub(super) fn next_reader(&mut self) -> (u64, bool) {
+    fn next_reader(&mut self) -> (u64, bool) {
         let number = self.next_number;
         self.next_number += 1;
         (number, self.all_places_taken())
@@ -264,7 +263,7 @@ impl Server {
     }
 
     /// Handles a packet of a reader, or the end of its connection.
-    pub(super) fn on_packet(&mut self, number: u64, packet: Result<Packet, Errno>) {
+    fn on_packet(&mut self, number: u64, packet: Result<Packet, Errno>) {
         if matches!(packet, Err(Errno::AGAIN)) {
             return;
         }
@@ -288,7 +287,7 @@ impl Server {
     }
 
     fn greet(&self, reader: &ReaderConnection, packet: &[u8], deadline: Instant) -> Option<Stage> {
-        match Source::challenge(packet, &grants::nonce().ok()?) {
+        match Source::challenge(packet, &admission::nonce().ok()?) {
             Ok((handshake, challenge)) => {
                 local::send(&*reader.socket, &challenge, None).ok()?;
                 Some(Stage::AwaitingProof { deadline, handshake })
@@ -361,7 +360,7 @@ pub(super) fn refuse(reader: &PeerSocket, denial: Denial) {
 }
 
 /// Number of the first reader connection.
-pub(super) const FIRST_READER: u64 = 2;
+const FIRST_READER: u64 = 2;
 
 /// Connections per session, so that one session cannot take all: 2 regions, and room for a reader that reconnects
 /// before its old connections are found closed.

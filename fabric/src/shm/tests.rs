@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::wire::{BootId, Shm, VERSION};
 use super::*;
-use crate::lane_handshake::{Format, Hello};
+use crate::admission::{Format, Hello};
 use crate::memory::local::{self, Address, Admits, Listener};
 use crate::memory::{Memory, Pages};
 use crate::region::{RegionId, RegionKey, Secret};

@@ -3,9 +3,8 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
+use crate::admission::{Format, Hello, NONCE_BYTES, PROOF_BYTES, Refusal};
 use crate::error::{Denial, Error};
-use crate::grants::{NONCE_BYTES, PROOF_BYTES};
-use crate::lane_handshake::{Format, Hello, Refusal};
 use crate::memory::local::{Address, PACKET_MAX_BYTES};
 use crate::region::{KeyError, RegionId, RegionKey, TransportKind};
 
@@ -279,7 +278,6 @@ pub(crate) fn check_key(key: &RegionKey) {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::*;

@@ -18,9 +18,8 @@
 //!
 //! - `wire`: the bytes, and the body of a [`RegionKey`](crate::RegionKey) of this transport; pure. **Start here**, or
 //!   with `fabric/README.md`.
-//! - `handshake`: the first four messages over a stream, with deadlines.
-//! - `source`: regions, grants, threads and their limits, and the source's data path. `pacer`: its rate limit, and
-//!   `background`: that of a transfer which leaves the network link to others.
+//! - `source`: regions, grants, threads and their limits, and the source's data path. `background`: its rate limit, a
+//!   fixed one, or that of a transfer which leaves the network link to others.
 //! - `reader`: makes connections; lanes, and how reads are distributed over them.
 //! - `socket`: options of a connection.
 //!
@@ -29,8 +28,6 @@
 //! instead. What is not polled for waits in the kernel's buffer, which is the desired back-pressure.
 
 mod background;
-mod handshake;
-mod pacer;
 mod reader;
 mod socket;
 mod source;

@@ -10,15 +10,13 @@ use std::sync::Arc;
 use rustix::event::epoll;
 
 use super::TcpOptions;
-use super::handshake::HelloSent;
 use super::socket::{self, Deadline};
-use super::wire::{self, Answer, Request, Status, TAG_LANE};
-use crate::lane_handshake::Hello;
-use crate::outstanding::{self, Slots, StallTimer};
-use crate::transport::Completion;
+use super::wire::{self, Answer, HelloSent, Request, Status, TAG_LANE};
+use crate::admission;
+use crate::admission::Hello;
+use crate::transport::{self, Completion, Slots, StallTimer};
 use crate::{
     Connector, Denial, Error, Memory, Peer, ReadError, ReadRequest, RegionId, RegionKey, Secret, TransportKind, View,
-    grants,
 };
 
 // Connects the lanes and shakes hands on each. Reads are in `peer`.
@@ -86,7 +84,7 @@ impl TcpConnector {
     fn shake_hands(&self, streams: &[TcpStream], key: &RegionKey, session: u64, secret: &Secret) -> Result<(), Error> {
         let deadline = Deadline::after(self.options.handshake_timeout);
         let hello = |(lane, stream)| {
-            HelloSent::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: grants::nonce()? })
+            HelloSent::hello(stream, deadline, &Hello { lane, session, id: key.id(), nonce: admission::nonce()? })
         };
         let greeted: Vec<_> = (0u8..).zip(streams).map(hello).collect::<Result<_, Error>>()?;
         let answered: Vec<_> = greeted.into_iter().map(|lane| lane.prove(secret)).collect::<Result<_, _>>()?;
@@ -220,7 +218,7 @@ impl Peer for TcpPeer {
     }
 
     fn post_read(&mut self, reads: &[ReadRequest]) -> Result<usize, Error> {
-        outstanding::admit(reads, &self.sink, self.retired, &self.slots, &mut self.stall)?;
+        transport::admit(reads, &self.sink, self.retired, &self.slots, &mut self.stall)?;
         let mut accepted = 0;
         for read in reads {
             let Some(slot) = self.slots.take(read) else { break };
@@ -369,7 +367,7 @@ impl Lane {
     }
 
     /// Whether requests wait for room in the socket, if that has changed since the last call.
-    pub(super) fn became_clogged(&mut self) -> Option<bool> {
+    fn became_clogged(&mut self) -> Option<bool> {
         let before = std::mem::replace(&mut self.was_clogged, !self.outbox.is_empty());
         (before != self.was_clogged).then_some(self.was_clogged)
     }

@@ -223,7 +223,6 @@ fn choose_congestion(socket: &SockRef<'_>, name: &str) {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::net::TcpListener;
 
     use super::*;

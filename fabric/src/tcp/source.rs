@@ -11,15 +11,11 @@ use std::time::{Duration, Instant};
 
 use rustix::net::SendFlags;
 
-use super::background::Upload;
-use super::handshake::{self, Responder};
-use super::pacer::{LanePace, Pacer, Received};
+use super::background::{LanePace, Pacer, Received, Upload};
 use super::socket::{self, Deadline};
-use super::wire::{self, Answer, PIECE_BYTES, Request, Status, TAG_LANE};
+use super::wire::{self, Answer, PIECE_BYTES, Request, Responder, Status, TAG_LANE};
 use super::{MAX_LANES_PER_SESSION, SLOWEST_DRAIN_BYTES, SendMode, TcpOptions};
-use crate::admission::{Admission, Limits, Verdict};
-use crate::grants::Grants;
-use crate::lane_handshake::Hello;
+use crate::admission::{Admission, Grants, Hello, Limits, Verdict};
 use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind};
 
 // The source's end: which regions there are, who may read them, and the threads that serve lanes. The data path is in
@@ -208,7 +204,7 @@ impl Shared {
             drop(server);
             // 48 bytes fit a connection on which nothing was sent before, so this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
-            handshake::refuse_connection(&stream, Denial::Busy, soon);
+            wire::refuse_connection(&stream, Denial::Busy, soon);
             return Ok(());
         };
         let number = server.next_lane;

@@ -12,13 +12,11 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
-use super::handshake::Responder;
 use super::socket::Deadline;
 use super::source::UNPROVED;
-use super::wire::{self, Answer, Request, Status, TAG_LANE, Tcp, WELCOME_BYTES, decode_challenge};
+use super::wire::{self, Answer, Request, Responder, Status, TAG_LANE, Tcp, WELCOME_BYTES, decode_challenge};
 use super::*;
-use crate::admission::GRACE;
-use crate::lane_handshake::{Format, Hello};
+use crate::admission::{Format, GRACE, Hello};
 use crate::transport::wait_readable;
 use crate::{
     Completion, Connector, Denial, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Regions,
@@ -518,7 +516,7 @@ impl World {
     fn raw_lane(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).unwrap();
         let hello = Hello { lane: 0, session: SESSION, id: ID, nonce: [1; 32] };
-        let lane = handshake::HelloSent::hello(&stream, soon(), &hello).unwrap();
+        let lane = wire::HelloSent::hello(&stream, soon(), &hello).unwrap();
         assert_eq!(lane.prove(&SECRET).unwrap().finish().unwrap(), REGION_BYTES);
         stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
         stream

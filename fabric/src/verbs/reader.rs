@@ -18,10 +18,8 @@ use rustix::event::{EventfdFlags, epoll, eventfd};
 
 use super::wire::{self, INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, Verbs, WELCOME_BYTES, buffer};
 use super::{CompletionMode, MAX_SCATTER, VerbsOptions};
-use crate::grants::{self, PROOF_BYTES};
-use crate::lane_handshake::{Format, Hello, Reader, Refusal};
-use crate::outstanding::{self, Slots, StallTimer};
-use crate::transport::wait_readable;
+use crate::admission::{self, Format, Hello, PROOF_BYTES, Reader, Refusal};
+use crate::transport::{self, Slots, StallTimer, wait_readable};
 use crate::{
     Completion, Connector, Denial, Error, Memory, Peer, ReadError, ReadRequest, RegionKey, Secret, TransportKind, View,
     memory,
@@ -99,7 +97,7 @@ impl VerbsConnector {
     ) -> Result<Lane, Error> {
         let route = Route::find(&self.options, local, remote)?;
         let sink = sink_at(sinks, &route.device, sink)?;
-        let hello = Hello { session, id: key.id(), lane: number, nonce: grants::nonce()? };
+        let hello = Hello { session, id: key.id(), lane: number, nonce: admission::nonce()? };
         route.connect(&hello, sink)?.shake_hands(secret, key.length())
     }
 }
@@ -275,7 +273,7 @@ pub(super) fn read_without_proof(
     let route = Route::find(options, Some(local), source)?;
     let sink = Arc::new(Memory::create("unproved", 4096, crate::Pages::Small)?);
     let sink = Registration::new(&Domain::new(&route.device)?, &sink, Access::Landing)?;
-    let hello = Hello { session: 0, id, lane: 0, nonce: grants::nonce()? };
+    let hello = Hello { session: 0, id, lane: 0, nonce: admission::nonce()? };
     let connected = route.connect(&hello, sink)?;
     let guess = RemoteRead { name: TRIAL_READ, address: remote.base, key: remote.key, length: 64, offset: TRIAL };
     connected.parts.pair.post_read(&guess, &connected.parts.buffer)?;
@@ -641,7 +639,7 @@ impl Peer for VerbsPeer {
     }
 
     fn post_read(&mut self, reads: &[ReadRequest]) -> Result<usize, Error> {
-        outstanding::admit(reads, &self.sink, self.retired, &self.slots, &mut self.stall)?;
+        transport::admit(reads, &self.sink, self.retired, &self.slots, &mut self.stall)?;
         let mut accepted = 0;
         for read in reads {
             if self.found.len() >= self.slots.depth() {
@@ -860,7 +858,7 @@ impl Lane {
 
     /// Makes the remote key invalid, for tests.
     #[cfg(test)]
-    pub(super) fn spoil_key(&mut self) {
+    fn spoil_key(&mut self) {
         self.remote.key ^= 0x5555_5500;
     }
 

@@ -18,9 +18,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 
 use super::VerbsOptions;
 use super::wire::{self, Grant, INCOMING, OUTGOING, Verbs, buffer};
-use crate::admission::{Admission, Limits, Verdict};
-use crate::grants::{self, Grants, PROOF_BYTES};
-use crate::lane_handshake::{Format, Hello, Refusal, Source};
+use crate::admission::{self, Admission, Format, Grants, Hello, Limits, PROOF_BYTES, Refusal, Source, Verdict};
 use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind};
 
 // The source's end: which regions there are and who may read them. The thread that talks to readers is in `serve`. No
@@ -248,7 +246,7 @@ impl Shared {
 pub(super) type Registered = Arc<Registration>;
 
 /// Registers memory with a device, for readers.
-pub(super) fn register(domain: &Arc<Domain>, memory: &Arc<Memory>) -> Result<Registered, Error> {
+fn register(domain: &Arc<Domain>, memory: &Arc<Memory>) -> Result<Registered, Error> {
     Ok(Registration::new(domain, memory, Access::RemoteRead)?)
 }
 
@@ -337,7 +335,7 @@ pub(super) struct RegisteredRegions {
 
 impl RegisteredRegions {
     /// Keeps memory registered, whether it is exported or not.
-    pub(super) fn cache(&mut self, exported: Exported) {
+    fn cache(&mut self, exported: Exported) {
         self.cached.push(exported);
     }
 
@@ -347,7 +345,7 @@ impl RegisteredRegions {
     }
 
     /// The registrations of memory that is kept registered.
-    pub(super) fn cached(&self, memory: &Arc<Memory>) -> Option<Exported> {
+    fn cached(&self, memory: &Arc<Memory>) -> Option<Exported> {
         self.cached.iter().find(|exported| Arc::ptr_eq(&exported.memory, memory)).cloned()
     }
 
@@ -420,7 +418,7 @@ impl Server {
         self.readers.len()
     }
 
-    pub(super) fn domains(&self) -> Vec<Arc<Domain>> {
+    fn domains(&self) -> Vec<Arc<Domain>> {
         self.contexts.iter().map(|context| context.domain.clone()).collect()
     }
 
@@ -462,7 +460,7 @@ impl Server {
     // ---- new readers ----
 
     /// Handles all events of the connection manager.
-    pub(super) fn on_events(&mut self) {
+    fn on_events(&mut self) {
         while let Some(event) = self.events.next() {
             match event.kind {
                 ffi::RDMA_CM_EVENT_CONNECT_REQUEST => {
@@ -496,7 +494,7 @@ impl Server {
     }
 
     fn receive(&mut self, id: Id, request: &Event) {
-        let nonce = match grants::nonce() {
+        let nonce = match admission::nonce() {
             Ok(nonce) => nonce,
             Err(error) => return tracing::error!(%error, "cannot accept a reader's RDMA connection"),
         };
@@ -659,7 +657,7 @@ impl Server {
 
     /// Closes connections that are late or whose queue pair has failed, and handles failed devices. Returns when to
     /// call it again.
-    pub(super) fn sweep(&mut self) -> Option<Instant> {
+    fn sweep(&mut self) -> Option<Instant> {
         let now = Instant::now();
         self.cut(|reader| reader.alarm.is_triggered() || reader.stage.until().is_some_and(|until| until <= now));
         self.drop_failed_devices();
@@ -876,7 +874,6 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
     use crate::admission::GRACE;
 

@@ -20,12 +20,11 @@ use std::sync::Arc;
 use remora_rdma::objects::{Access, Domain, Registration};
 
 use crate::address::{self, ADDRESS_BYTES};
-use crate::grants::{NONCE_BYTES, PROOF_BYTES};
-use crate::lane_handshake::{Format, Hello, Refusal};
+use crate::admission::{Format, Hello, NONCE_BYTES, PROOF_BYTES, Refusal};
 use crate::{Denial, Error, KeyError, Memory, Pages, RegionId, RegionKey, TransportKind};
 
 /// Bytes of the reader's nonce: what is left of the private data. 192 random bits do not repeat either.
-pub(super) const READER_NONCE_BYTES: usize = 24;
+const READER_NONCE_BYTES: usize = 24;
 
 /// What a reader learns of a region: what a READ names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -237,7 +236,7 @@ fn denial(code: u32) -> Result<Denial, Malformed> {
     u8::try_from(code).ok().and_then(Denial::from_code).ok_or(Malformed::Denial)
 }
 
-// The memory for the handshake's messages, and its layout. `lane_handshake` decides what is sent.
+// The memory for the handshake's messages, and its layout. `admission` decides what is sent.
 
 /// One page for the two messages that are sent over the connection, and for the reader's first READ. It is shared
 /// memory, like all memory that is registered, so that a fork copies nothing. No remote end has rights to it.
@@ -292,7 +291,6 @@ pub(crate) fn check_key(key: &RegionKey) {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::*;

@@ -5,7 +5,7 @@
 use std::sync::Weak;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use remora_fuse::reply::{
+use remora_fuse::answer::{
     Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, Opened, Reply,
     Statistics, Timestamp, Written,
 };

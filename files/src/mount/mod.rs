@@ -28,7 +28,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use remora_fuse::reply::{
+use remora_fuse::answer::{
     Attributes, Created, Data, DirectoryEntry, Done, Entry, FileKind, KnownAttributes, Listing, ListingPlus, Opened,
     Position, Reply, Statistics, Target, Timestamp, Written, Xattr,
 };

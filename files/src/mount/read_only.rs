@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use bytes::Bytes;
-use remora_fuse::reply::{
+use remora_fuse::answer::{
     Data, DirectoryEntry, Entry, KnownAttributes, Listing, Opened, Reply, Statistics, Target, Xattr,
 };
 use remora_fuse::request::{GetAttributes, GetXattr, ListXattrs, Lookup, Open, Read, ReadDirectory};

@@ -8,16 +8,14 @@
 //! The kernel has a queue for each processor and hands a request over on the processor on which it was made, without
 //! waking another one. The answer and the wait for the next request are one call of the system.
 //!
-//! In reading order: all rings of a session, one queue and its thread, and answers that are given later. `slot` is
-//! memory that the kernel and this process have in turn, and `uring` the system's part. These two have the unsafe code.
+//! In reading order: all rings of a session, one queue and its thread, and answers that are given later. `uring`
+//! has the system's part, and memory that the kernel and this process have in turn: it has the unsafe code.
 //!
 //! The device is served as well: the kernel sends by it that inodes are forgotten and requests interrupted.
 //!
 //! A thread that waits in a call of the file system makes the requests of its processor wait, so a file system
 //! that does not answer from memory answers later.
 
-#[allow(unsafe_code)]
-mod slot;
 #[allow(unsafe_code)]
 mod uring;
 
@@ -37,8 +35,7 @@ use crate::answer::{Asked, Buffers, LaterReplier, Replier, Sink, WRONG_LENGTH};
 use crate::file_system::{self, FileSystem};
 use crate::negotiation::page_bytes;
 use crate::request::{MOST_NAME_BYTES, MOST_TARGET_BYTES, MOST_VALUE_BYTES, is_of_xattrs, parse, parse_write};
-use slot::{Completion, Room, Slot};
-use uring::Uring;
+use uring::{Completion, Room, Slot, Uring};
 
 /// The queues of a connection, before they are registered, and the longest request for which they have room.
 pub(crate) struct Rings {

@@ -8,15 +8,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use remora_fuse::answer::{Answer, Later};
+use remora_fuse::answer::{Answer, Created, Done, Entry, KnownAttributes, Later, Reply};
 use remora_fuse::memory::MemoryFileSystem;
-use remora_fuse::reply::{Created, Done, Entry, KnownAttributes, Reply};
 use remora_fuse::request::{Close, Create, GetAttributes, Lookup};
 use remora_fuse::{EndError, Errno, FileSystem, MountOptions, Session, SessionOptions, StartError, Waits};
 use remora_lab::{require, scratch};
 
-use crate::late::Elsewhere;
-use crate::mounted::{Mounted, VALID, by_each_transport, options, until};
+use crate::by_each_transport;
+use crate::options;
+use crate::until;
+use crate::{Elsewhere, Mounted, VALID};
 
 fn memory() -> Arc<MemoryFileSystem> {
     Arc::new(MemoryFileSystem::new(VALID))

@@ -33,20 +33,17 @@
 //!
 //! The handshake encrypts nothing; the link below it may. See `protocol/README.md`.
 
-pub mod error;
-pub mod frame;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::ops::Deref;
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use remora_wire::codec::{Codec, Reader, TooLarge, cut};
 use remora_wire::token::{PROOF_BYTES, proof, verify};
-use remora_wire::{Token, printable, record};
-
-use frame::{Decoder, Frame, MAX_HANDSHAKE_PAYLOAD_BYTES};
-
-pub use error::{FrameError, HandshakeError};
+use remora_wire::{Malformed, Token, printable, record};
 
 /// The first bytes of every connection, in both directions. They tell it from a data lane on the same port.
 ///
@@ -293,7 +290,7 @@ impl<T: Deref<Target = Token>> Handshake<T> {
         let length = wanted.len().min(bytes.len());
         if bytes[..length] != wanted[..length] {
             let begun = [&MAGIC[..self.magic_received], bytes].concat();
-            return Err(HandshakeError::NotRemora { looks_like: error::looks_like(&begun) });
+            return Err(HandshakeError::NotRemora { looks_like: looks_like(&begun) });
         }
         self.magic_received += length;
         if length > 0 && self.magic_received == MAGIC.len() {
@@ -599,5 +596,387 @@ const LABEL_CHANNEL: &[u8] = b"tls-exporter\0";
 /// Length of a channel's binding.
 pub const BINDING_BYTES: usize = 32;
 
-#[cfg(test)]
-mod tests;
+/// Why a handshake failed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum HandshakeError {
+    // The operator of the two ends can act. Another attempt fails in the same way.
+    /// The peer speaks another protocol.
+    #[error("the peer speaks another protocol: it {looks_like}")]
+    NotRemora {
+        /// What the peer seems to be, as the end of a sentence that begins with "it".
+        looks_like: String,
+    },
+    /// The two ends have no version in common.
+    #[error("the peer speaks version {theirs}, this end {ours}")]
+    NoCommonVersion {
+        /// What the peer speaks.
+        theirs: Versions,
+        /// What this end speaks.
+        ours: Versions,
+    },
+    /// One end could not prove that it holds the other end's token.
+    #[error("the peer does not hold the same token as this end{}", if *.said_by_peer { " (reported by the peer)" } else { "" })]
+    WrongToken {
+        /// The peer rejected our proof and said so. Otherwise its proof failed here, which an altered handshake also
+        /// causes.
+        said_by_peer: bool,
+    },
+
+    // The owner of the peer refused.
+    /// The peer's owner refused the connection. The layer attaches no meaning to the code.
+    #[error("the peer refused the connection with code {code}{}{text}", if .text.is_empty() { "" } else { ": " })]
+    Refused {
+        /// The owner's code, at least [`FIRST_OWNER_REFUSAL`] if the peer keeps to the protocol.
+        code: u8,
+        /// The owner's explanation; may be empty.
+        text: String,
+    },
+
+    // The network or the peer's host: a later attempt may succeed.
+    /// The handshake did not complete in time.
+    #[error("the handshake took longer than {limit:?}")]
+    TimedOut {
+        /// The limit that was exceeded.
+        limit: Duration,
+    },
+
+    // The peer is broken, or the bytes were altered on their way.
+    /// Bytes that are not a frame of the handshake.
+    #[error("the peer sent a malformed frame: {0}")]
+    Frame(#[from] FrameError),
+    /// A valid frame that the current state does not allow.
+    #[error("the peer sent a frame with tag {tag:#04x} out of turn")]
+    OutOfTurn {
+        /// The frame's tag.
+        tag: u8,
+    },
+}
+
+impl From<Malformed> for HandshakeError {
+    fn from(malformed: Malformed) -> HandshakeError {
+        FrameError::Payload(malformed).into()
+    }
+}
+
+/// Bytes that are not a frame of the handshake, or a field of one with a value that is not allowed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// The bytes do not begin with a frame's magic.
+    #[error("bad frame magic")]
+    Magic,
+    /// The checksum of a preamble or a payload is wrong.
+    #[error("the checksum of a frame's {part} does not match")]
+    Checksum {
+        /// "preamble" or "payload".
+        part: &'static str,
+    },
+    /// Flags that this version does not define.
+    #[error("frame uses flags {flags:#04x}, which are not defined")]
+    Flags {
+        /// The preamble's flag byte.
+        flags: u8,
+    },
+    /// The preamble gives a length above the limit.
+    #[error("frame payload of {length} bytes exceeds the limit of {limit}")]
+    TooLong {
+        /// The length that the preamble gives, in bytes.
+        length: u32,
+        /// The bound, in bytes.
+        limit: u32,
+    },
+    /// A field has a value that is not allowed.
+    #[error("the handshake contains {what}")]
+    Field {
+        /// The value, in words.
+        what: &'static str,
+    },
+    /// The payload is not what its tag says.
+    #[error(transparent)]
+    Payload(#[from] Malformed),
+}
+
+// Guesses what a peer is that does not speak this protocol, so that the error can name the mistake: usually a wrong
+// port.
+
+/// What the first bytes look like, as the end of a sentence that begins with "it".
+pub(crate) fn looks_like(bytes: &[u8]) -> String {
+    let known = KNOWN.iter().find(|(start, _)| bytes.starts_with(start));
+    if let Some((_, what)) = known {
+        return (*what).to_owned();
+    }
+    format!("began with \"{}\"", bytes[..bytes.len().min(SHOWN_BYTES)].escape_ascii())
+}
+
+/// First bytes of known protocols, longer ones before their prefixes.
+const KNOWN: &[(&[u8], &str)] = &[
+    (b"HTTP/", "answered as an HTTP server"),
+    (b"GET ", "spoke HTTP"),
+    (b"HEAD ", "spoke HTTP"),
+    (b"POST ", "spoke HTTP"),
+    (b"PUT ", "spoke HTTP"),
+    (b"OPTIONS ", "spoke HTTP"),
+    (b"PRI * HTTP/2", "spoke HTTP"),
+    (b"SSH-", "spoke SSH"),
+    (b"\x16\x03", "spoke TLS"),
+    (b"\x15\x03", "answered in TLS"),
+    (b"-NOAUTH", "answered as a Redis or Valkey server (which wants a password)"),
+    (b"-DENIED", "answered as a Redis or Valkey server (in protected mode)"),
+    (b"-ERR", "answered as a Redis or Valkey server"),
+    (b"-LOADING", "answered as a Redis or Valkey server (which is loading)"),
+    (b"+", "answered in RESP, as a Redis or Valkey server does"),
+    (b"-", "answered in RESP, as a Redis or Valkey server does"),
+    (b"*", "spoke RESP, as a client or replica of Redis or Valkey does"),
+    (b"PING", "spoke RESP, as a client or replica of Redis or Valkey does"),
+];
+
+/// Number of unknown bytes that are shown.
+const SHOWN_BYTES: usize = 16;
+
+// The tokens of an endpoint. They may change while it runs, so that tokens can be replaced without a restart.
+
+/// The greatest number of tokens of an endpoint. Each one costs a called end an HMAC over the handshake's bytes for
+/// every caller that proves an unknown token.
+pub const MAX_KEYS: usize = 8;
+
+/// A token, and the mark that its owner gave to it.
+#[derive(Debug, Clone)]
+pub struct Key {
+    token: Arc<Token>,
+    mark: u16,
+}
+
+impl Key {
+    /// A key. The layer attaches no meaning to the mark; [`Negotiated::mark`](crate::Negotiated::mark) returns it for a
+    /// peer that proved this token.
+    pub fn new(token: Arc<Token>, mark: u16) -> Key {
+        Key { token, mark }
+    }
+
+    /// The token.
+    pub fn token(&self) -> Arc<Token> {
+        self.token.clone()
+    }
+
+    /// The mark.
+    pub fn mark(&self) -> u16 {
+        self.mark
+    }
+}
+
+impl Deref for Key {
+    type Target = Token;
+
+    fn deref(&self) -> &Token {
+        &self.token
+    }
+}
+
+/// The tokens of an endpoint: it proves the first one where it calls, and accepts all of them where it is called.
+#[derive(Debug)]
+pub struct Keyring(RwLock<Vec<Key>>);
+
+impl Keyring {
+    /// A keyring with these keys.
+    ///
+    /// # Errors
+    /// [`WrongCount`].
+    pub fn new(keys: Vec<Key>) -> Result<Keyring, WrongCount> {
+        check(&keys)?;
+        Ok(Keyring(RwLock::new(keys)))
+    }
+
+    /// A keyring with one token, whose mark is 0.
+    pub fn only(token: Arc<Token>) -> Keyring {
+        Keyring(RwLock::new(vec![Key::new(token, 0)]))
+    }
+
+    /// Replaces all keys. Handshakes that have begun are completed with the former keys, and sessions go on.
+    ///
+    /// # Errors
+    /// [`WrongCount`]; the keys are unchanged.
+    pub fn replace(&self, keys: Vec<Key>) -> Result<(), WrongCount> {
+        check(&keys)?;
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = keys;
+        Ok(())
+    }
+
+    /// The token that this endpoint proves where it calls.
+    pub fn first(&self) -> Arc<Token> {
+        // There is one: no keyring is made or changed without `check`.
+        self.0.read().unwrap_or_else(PoisonError::into_inner)[0].token()
+    }
+
+    /// The present keys, in order.
+    pub(crate) fn keys(&self) -> Vec<Key> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// An endpoint with no token, or with more than [`MAX_KEYS`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{0} tokens: 1 to {MAX_KEYS} are possible")]
+pub struct WrongCount(pub usize);
+
+fn check(keys: &[Key]) -> Result<(), WrongCount> {
+    if (1..=MAX_KEYS).contains(&keys.len()) { Ok(()) } else { Err(WrongCount(keys.len())) }
+}
+
+// A frame of the handshake: a fixed preamble, the payload, their checksums. Pure: bytes in, frames out.
+//
+// The meaning of the tags is in [`crate::handshake`]. After the handshake come the frames of the message layer
+// ([`crate::frame`]), which have another layout. A checksum finds accidental changes.
+//
+// ```text
+//   0      2    3      4            8                 12              12+n            16+n
+//   ┌──────┬────┬──────┬────────────┬─────────────────┬───────────────┬───────────────┐
+//   │ "Rm" │tag │flags │ length n   │ CRC-32C of 0..8 │ payload       │ CRC-32C of it │
+//   │      │    │zero  │ u32        │ u32             │ n bytes       │ u32           │
+//   └──────┴────┴──────┴────────────┴─────────────────┴───────────────┴───────────────┘
+// ```
+//
+// The preamble has a checksum of its own, so that a damaged length is not believed. The length is compared with its
+// bound before any byte of the payload is awaited.
+
+/// A complete frame with valid checksums.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// The meaning of the payload.
+    pub tag: u8,
+    /// The content.
+    pub payload: Vec<u8>,
+}
+
+impl Frame {
+    /// Makes a frame.
+    pub fn plain(tag: u8, payload: Vec<u8>) -> Frame {
+        Frame { tag, payload }
+    }
+
+    /// Appends the frame's bytes. They depend only on the fields: a received frame encodes to the bytes received.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&preamble(self.tag, &self.payload));
+        out.extend_from_slice(&self.payload);
+        out.extend_from_slice(&remora_memory::crc::crc32c(&self.payload).to_le_bytes());
+    }
+}
+
+/// The twelve bytes before the payload.
+fn preamble(tag: u8, payload: &[u8]) -> [u8; PREAMBLE_BYTES] {
+    let length = u32::try_from(payload.len())
+        .expect("the codec bounds every payload by MAX_HANDSHAKE_PAYLOAD_BYTES before it is framed");
+    let mut bytes = [0; PREAMBLE_BYTES];
+    bytes[..2].copy_from_slice(&FRAME_MAGIC);
+    bytes[2] = tag;
+    bytes[4..8].copy_from_slice(&length.to_le_bytes());
+    let checksum = remora_memory::crc::crc32c(&bytes[..8]);
+    bytes[8..].copy_from_slice(&checksum.to_le_bytes());
+    bytes
+}
+
+/// Finds frames in bytes that arrive in pieces.
+///
+/// Its memory grows with the bytes received, never with the length in a preamble. If every frame is taken after each
+/// [`Decoder::feed`], it holds less than one frame of the greatest length plus the last piece.
+#[derive(Debug)]
+pub struct Decoder {
+    buffer: Vec<u8>,
+    /// Bytes of `buffer` that belong to frames already taken. The next `feed` removes them.
+    taken: usize,
+    limit: u32,
+}
+
+impl Decoder {
+    /// A decoder that accepts payloads of at most `limit` bytes.
+    pub fn new(limit: u32) -> Decoder {
+        Decoder { buffer: Vec::new(), taken: 0, limit }
+    }
+
+    /// Adds received bytes.
+    pub fn feed(&mut self, bytes: &[u8]) {
+        self.buffer.drain(..self.taken);
+        self.taken = 0;
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// Returns the next complete frame, or `None` if it has not arrived completely.
+    ///
+    /// # Errors
+    /// [`FrameError`]: the next frame cannot be found after this; close the connection.
+    pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
+        let rest = self.buffer.get(self.taken..).unwrap_or_default();
+        let Some((preamble, rest)) = rest.split_first_chunk::<PREAMBLE_BYTES>() else {
+            return check_start(rest).map(|()| None);
+        };
+        let head = Head::parse(preamble, self.limit)?;
+        let Some((payload, rest)) = rest.split_at_checked(head.length) else {
+            return Ok(None);
+        };
+        let Some(checksum) = rest.first_chunk::<CHECKSUM_BYTES>() else {
+            return Ok(None);
+        };
+        if remora_memory::crc::crc32c(payload) != u32::from_le_bytes(*checksum) {
+            return Err(FrameError::Checksum { part: "payload" });
+        }
+        let frame = Frame { tag: head.tag, payload: payload.to_vec() };
+        self.taken += PREAMBLE_BYTES + head.length + CHECKSUM_BYTES;
+        Ok(Some(frame))
+    }
+
+    /// Stops finding frames, and returns the bytes that belong to none yet.
+    pub fn take_rest(&mut self) -> Vec<u8> {
+        let rest = self.buffer.split_off(self.taken.min(self.buffer.len()));
+        (self.buffer, self.taken) = (Vec::new(), 0);
+        rest
+    }
+
+    /// Number of bytes held that belong to no frame taken yet.
+    pub fn buffered(&self) -> usize {
+        self.buffer.len() - self.taken
+    }
+}
+
+/// The content of a preamble.
+struct Head {
+    tag: u8,
+    length: usize,
+}
+
+impl Head {
+    fn parse(bytes: &[u8; PREAMBLE_BYTES], limit: u32) -> Result<Head, FrameError> {
+        let [m0, m1, tag, flags, l0, l1, l2, l3, c0, c1, c2, c3] = *bytes;
+        check_start(&[m0, m1])?;
+        if remora_memory::crc::crc32c(&bytes[..8]) != u32::from_le_bytes([c0, c1, c2, c3]) {
+            return Err(FrameError::Checksum { part: "preamble" });
+        }
+        if flags != 0 {
+            return Err(FrameError::Flags { flags });
+        }
+        let length = u32::from_le_bytes([l0, l1, l2, l3]);
+        if length > limit {
+            return Err(FrameError::TooLong { length, limit });
+        }
+        Ok(Head { tag, length: length as usize })
+    }
+}
+
+/// Checks the magic as far as it has arrived: other protocols are recognised by their first byte.
+fn check_start(bytes: &[u8]) -> Result<(), FrameError> {
+    let length = bytes.len().min(FRAME_MAGIC.len());
+    if bytes[..length] == FRAME_MAGIC[..length] {
+        return Ok(());
+    }
+    Err(FrameError::Magic)
+}
+
+/// The longest payload of a frame, in bytes. The challenge has 54, and may grow in later versions. This bounds the
+/// memory that an unauthenticated peer can take.
+pub const MAX_HANDSHAKE_PAYLOAD_BYTES: u32 = 256;
+
+/// Length of a preamble, in bytes.
+pub const PREAMBLE_BYTES: usize = 12;
+
+/// Length of the payload's checksum, in bytes.
+const CHECKSUM_BYTES: usize = 4;
+
+/// The first bytes of a frame.
+const FRAME_MAGIC: [u8; 2] = *b"Rm";

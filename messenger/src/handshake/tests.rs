@@ -1,10 +1,10 @@
 //! The two ends against each other, and against a peer in between that changes, repeats or invents bytes.
 #![allow(clippy::unwrap_used)]
 
-use super::*;
-use frame::PREAMBLE_BYTES;
 use proptest::prelude::*;
 use remora_wire::derive;
+
+use super::*;
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -414,3 +414,120 @@ proptest! {
 
 const VECTOR_SESSION_KEY: &str = "f9459bf221f14640fe8186e306789fcee00ef217b03bcbbd59f766d1e1e001cf";
 const VECTOR_DERIVED_KEY: &str = "df4b940b01e4b86dece43206a86beb739fc1d3e93213d7d2d5eae85a887ccf3a";
+
+#[test]
+fn known_protocols_are_named() {
+    for (bytes, what) in [
+        (&b"HTTP/1.1 400 Bad Request\r\n"[..], "HTTP"),
+        (b"GET / HTTP/1.1\r\n", "HTTP"),
+        (b"-ERR unknown command 'REMORA'\r\n", "Redis or Valkey server"),
+        (b"-NOAUTH Authentication required.\r\n", "password"),
+        (b"*1\r\n$4\r\nPING\r\n", "client or replica of Redis"),
+        (b"\x16\x03\x01\x02\x00", "TLS"),
+        (b"SSH-2.0-OpenSSH_9.2", "SSH"),
+    ] {
+        assert!(looks_like(bytes).contains(what), "{}", looks_like(bytes));
+    }
+}
+
+#[test]
+fn unknown_bytes_are_shown_but_cannot_play_tricks_on_a_terminal() {
+    assert_eq!(looks_like(b"\x1b[2Jhi"), "began with \"\\x1b[2Jhi\"");
+    assert!(looks_like(&[0xff; 1000]).len() < 100);
+}
+
+fn encoded(frame: &Frame) -> Vec<u8> {
+    let mut out = Vec::new();
+    frame.encode(&mut out);
+    out
+}
+
+fn frames() -> impl Strategy<Value = Frame> {
+    let payload = proptest::collection::vec(any::<u8>(), 0..300);
+    (any::<u8>(), payload).prop_map(|(tag, payload)| Frame { tag, payload })
+}
+
+proptest! {
+    #[test]
+    fn frames_survive_any_cutting_of_their_bytes(
+        sent in proptest::collection::vec(frames(), 0..8),
+        piece in 1usize..50,
+    ) {
+        let bytes: Vec<u8> = sent.iter().flat_map(encoded).collect();
+        let mut decoder = Decoder::new(300);
+        let mut received = Vec::new();
+        for piece in bytes.chunks(piece) {
+            decoder.feed(piece);
+            while let Some(frame) = decoder.next_frame().unwrap() {
+                received.push(frame);
+            }
+        }
+        prop_assert_eq!(received, sent);
+        prop_assert_eq!(decoder.buffered(), 0);
+    }
+
+    #[test]
+    fn a_changed_byte_is_never_taken_for_the_frame(frame in frames(), at in any::<prop::sample::Index>(), change in 1u8..) {
+        let mut bytes = encoded(&frame);
+        let at = at.index(bytes.len());
+        bytes[at] ^= change;
+        let mut decoder = Decoder::new(300);
+        decoder.feed(&bytes);
+        prop_assert!(decoder.next_frame().is_err(), "a damaged frame is taken, or waited for");
+    }
+
+    #[test]
+    fn any_bytes_are_frames_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        crate::fuzzing::frames(&bytes);
+    }
+}
+
+#[test]
+fn a_frame_cut_short_anywhere_is_waited_for() {
+    let frame = Frame { tag: 7, payload: b"content".to_vec() };
+    let bytes = encoded(&frame);
+    for length in 0..bytes.len() {
+        let mut decoder = Decoder::new(300);
+        decoder.feed(&bytes[..length]);
+        assert_eq!(decoder.next_frame().unwrap(), None, "{length} bytes");
+        decoder.feed(&bytes[length..]);
+        assert_eq!(decoder.next_frame().unwrap().as_ref(), Some(&frame));
+    }
+}
+
+#[test]
+fn an_oversize_frame_is_refused_by_its_preamble_alone() {
+    let bytes = encoded(&Frame::plain(1, vec![0; 11]));
+    let mut decoder = Decoder::new(10);
+    decoder.feed(&bytes[..PREAMBLE_BYTES]);
+    let found = decoder.next_frame().unwrap_err();
+    assert_eq!(found, FrameError::TooLong { length: 11, limit: 10 });
+}
+
+#[test]
+fn unknown_flags_are_refused() {
+    let mut bytes = encoded(&Frame::plain(1, Vec::new()));
+    bytes[3] = 1;
+    let checksum = remora_memory::crc::crc32c(&bytes[..8]).to_le_bytes();
+    bytes[8..12].copy_from_slice(&checksum);
+    let mut decoder = Decoder::new(10);
+    decoder.feed(&bytes);
+    assert_eq!(decoder.next_frame().unwrap_err(), FrameError::Flags { flags: 1 });
+}
+
+#[test]
+fn the_first_wrong_byte_is_enough() {
+    let mut decoder = Decoder::new(10);
+    decoder.feed(b"H");
+    assert_eq!(decoder.next_frame().unwrap_err(), FrameError::Magic);
+}
+
+#[test]
+fn memory_follows_what_arrived_not_what_was_announced() {
+    const LONG_BYTES: u32 = 512 * 1024;
+    let bytes = encoded(&Frame::plain(1, vec![0; LONG_BYTES as usize]));
+    let mut decoder = Decoder::new(LONG_BYTES);
+    decoder.feed(&bytes[..100]);
+    assert_eq!(decoder.next_frame().unwrap(), None);
+    assert!(decoder.buffer.capacity() < 1000);
+}

@@ -51,8 +51,8 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use crate::frame::{Cookie, Entity, Label, Open, Refusal, Signal};
 use crate::policy::Policy;
-use crate::signal::{Cookie, Entity, Label, Open, Refusal, Signal};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {

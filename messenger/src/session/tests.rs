@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::signal::Entity;
+use crate::frame::Entity;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;

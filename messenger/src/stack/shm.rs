@@ -363,7 +363,6 @@ const BACKLOG: i32 = 1024;
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
 
     fn pair() -> (ShmLink, Box<dyn Link>) {

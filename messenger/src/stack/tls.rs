@@ -18,8 +18,7 @@ use std::sync::Arc;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Connection, ProtocolVersion, ServerConfig, ServerConnection};
 
-use super::posix::{TcpLink, TcpListener};
-use super::{Address, Link, Listener};
+use super::{Address, Link, Listener, TcpLink, TcpListener};
 use crate::handshake::BINDING_BYTES;
 
 /// Settings of `tls:` addresses. The owner chooses certificates, authorities and versions in rustls's own

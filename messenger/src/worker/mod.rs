@@ -16,10 +16,9 @@
 //! - this file: the thread, one turn after the other; commands of other threads, and how these send while it sleeps;
 //!   epoll, and how long to poll. **Start here.**
 //! - `tables`: what happens between links and sessions: from bytes to messages, and back.
-//! - `links`: the table of links, and the listeners that they come from. `link`: the state of one, keys, timers, and
-//!   how links end.
+//! - `links`: the table of links, and the listeners that they come from; the state of one link, keys, timers, and how
+//!   links end.
 
-mod link;
 mod links;
 mod tables;
 
@@ -35,14 +34,14 @@ use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
 };
 
-use crate::common::{Common, Polling};
-use crate::connection::{Connection, Mailbox, Request};
+use crate::connection::{Common, Connection, Mailbox, Polling, Request};
+use crate::frame::Open;
 use crate::session::{LocalEnd, Session};
-use crate::signal::Open;
 use crate::stack::{Address, Listener};
-pub(crate) use link::LinkState;
-use link::{Interest, LEAVING_LIMIT, LEAVING_PACE, LinkKey, SessionKey};
-use links::{ACCEPTS_PER_TURN, Accepted, Acceptor, LinkTable};
+pub(crate) use links::LinkState;
+use links::{
+    ACCEPTS_PER_TURN, Accepted, Acceptor, Interest, LEAVING_LIMIT, LEAVING_PACE, LinkKey, LinkTable, SessionKey,
+};
 use tables::Tables;
 
 /// A running worker.
@@ -602,12 +601,12 @@ impl Spin {
     }
 
     /// Whether this poll should ask epoll, which is a system call. `only_way`: there is nothing else to poll.
-    pub(crate) fn asks_the_system(&self, only_way: bool) -> bool {
+    fn asks_the_system(&self, only_way: bool) -> bool {
         only_way || self.looks.is_multiple_of(LOOKS_PER_CALL)
     }
 
     /// Notes that the round found something.
-    pub(crate) fn paid(&mut self) {
+    fn paid(&mut self) {
         if self.looks > 0 {
             self.paying += (256 - self.paying) / 8;
         }

@@ -9,18 +9,13 @@ use std::time::Instant;
 
 use slotmap::{Key, SlotMap};
 
-use super::link::{Incoming, LEAVING_LIMIT, LinkKey, LinkState, Phase, SessionKey, Timers};
-use super::links::LinkTable;
+use super::links::{Incoming, LEAVING_LIMIT, LinkKey, LinkState, LinkTable, Phase, SessionKey, Timers};
 use super::{Command, Context};
-use crate::buffer::Buffer;
-use crate::common::{Name, Registry};
-use crate::connection::{Connection, Mailbox, Queued, UNASSIGNED};
+use crate::buffer::{Buffer, Permit, Throttle};
+use crate::connection::{Arrival, Connection, Delivery, Mailbox, Name, Queued, Registry, UNASSIGNED};
 use crate::error::LinkError;
-use crate::frame::{Malformed, NO_BODIES, Preamble, Step};
-use crate::message::{Arrival, Delivery};
+use crate::frame::{Label, MESSAGE, Malformed, NO_BODIES, Open, Preamble, Refusal, Signal, Step};
 use crate::session::{Action, LinkId, News, Outgoing, Payload, Session, Verdict, Violation};
-use crate::signal::{Label, MESSAGE, Open, Refusal, Signal};
-use crate::throttle::{Permit, Throttle};
 
 // The links and sessions of a worker, and everything that happens between the two.
 //
@@ -340,7 +335,7 @@ impl Tables {
     }
 
     /// Ends a link that is of no use any more. Its session goes on without it.
-    pub(super) fn end_link(&mut self, key: LinkKey, broken: LinkError) {
+    fn end_link(&mut self, key: LinkKey, broken: LinkError) {
         let Some(link) = self.links.end(key, &broken, &self.cx) else { return };
         let Some(session) = link.session() else { return };
         if let Some(entry) = self.sessions.find(session) {
@@ -422,7 +417,7 @@ impl SessionEntry {
     }
 
     /// Notes the names that the peer has given itself: the registry finds the session by them from now on.
-    pub(super) fn learn_names(&mut self, open: &Open, cx: &Context) {
+    fn learn_names(&mut self, open: &Open, cx: &Context) {
         let mut names = vec![Name::Theirs(open.entity, open.from.id)];
         names.extend(open.address.filter(|_| cx.is_peer()).map(Name::Address));
         names.retain(|name| !self.names.contains(name));
@@ -432,7 +427,7 @@ impl SessionEntry {
     }
 
     /// Performs what the session asks for.
-    pub(super) fn perform(&mut self, key: SessionKey, links: &mut LinkTable, cx: &Context) {
+    fn perform(&mut self, key: SessionKey, links: &mut LinkTable, cx: &Context) {
         while let Some(action) = self.session.poll_action() {
             match action {
                 Action::Call => self.call(key, links, cx),
@@ -480,7 +475,7 @@ impl SessionEntry {
     }
 
     /// Ends a link that this session may be served by.
-    pub(super) fn end_link(&mut self, key: LinkKey, broken: LinkError, links: &mut LinkTable, cx: &Context) {
+    fn end_link(&mut self, key: LinkKey, broken: LinkError, links: &mut LinkTable, cx: &Context) {
         if let Some(link) = links.end(key, &broken, cx)
             && link.session().is_some()
         {
@@ -489,7 +484,7 @@ impl SessionEntry {
     }
 
     /// Goes on without a link, which was this session's.
-    pub(super) fn link_ended(&mut self, key: LinkKey, link: &LinkState, broken: LinkError, cx: &Context) {
+    fn link_ended(&mut self, key: LinkKey, link: &LinkState, broken: LinkError, cx: &Context) {
         self.connection.set_link_error(Arc::new(broken));
         match link.phase {
             Phase::Serving(_) => {
@@ -622,7 +617,7 @@ pub(super) struct Received {
     /// Bytes in the buffer. Those that landed in a message's memory are not among them.
     pub(super) buffered: usize,
     /// There may be more to receive.
-    pub(super) is_full: bool,
+    is_full: bool,
 }
 
 impl Served<'_> {
@@ -692,7 +687,7 @@ impl Served<'_> {
 
     /// Gives the message that blocks the link memory to land in, if there is room for it. Otherwise the link stays
     /// blocked, and the peer waits.
-    pub(super) fn admit(&mut self) -> Result<(), LinkError> {
+    fn admit(&mut self) -> Result<(), LinkError> {
         let Some(Incoming::Blocked(preamble, label)) = &self.link.incoming else { return Ok(()) };
         let (preamble, label) = (*preamble, *label);
         let Some(session) = &self.session else {
@@ -735,7 +730,7 @@ impl Served<'_> {
 pub(super) const RECEIVE_BYTES: usize = 256 * 1024;
 
 /// Full receives of one link in a row, after which other links have their turn: 4 MiB.
-pub(super) const RECEIVES_PER_TURN: usize = 16;
+const RECEIVES_PER_TURN: usize = 16;
 
 // From messages to bytes: moves queued messages to their session, performs what the session wants, writes frames and
 // sends them.

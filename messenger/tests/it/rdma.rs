@@ -9,7 +9,7 @@ use remora_lab::{RdmaVm, require};
 use remora_messenger::stack::rdma::RdmaOptions;
 use remora_messenger::{Address, Options, Policy, Polling, SendError};
 
-use super::alike;
+use super::kit;
 use super::kit::*;
 
 /// Server and client are different nodes, so that traffic crosses a wire.
@@ -33,7 +33,7 @@ mod in_the_machine {
         for polling in [Polling::Event, Polling::Adaptive(Duration::from_micros(50))] {
             let options = Options { polling, ..options(RdmaOptions::default()) };
             let sizes = [0, 1, 100, 1025, 8150, 8192, 65_535, 65_536, 262_145, 5_000_000];
-            alike::a_question_is_answered(&server_address(), &options, &sizes, 50);
+            kit::a_question_is_answered(&server_address(), &options, &sizes, 50);
         }
     }
 
@@ -50,21 +50,21 @@ mod in_the_machine {
             ..RdmaOptions::default()
         };
         let sizes = [0, 1, 10_000, 70_000, 300_000, 2_000_000];
-        alike::a_question_is_answered(&server_address(), &options(tiny), &sizes, 50);
+        kit::a_question_is_answered(&server_address(), &options(tiny), &sizes, 50);
     }
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn a_lossless_client_sends_everything_once_although_its_links_are_cut() {
         let options = options(RdmaOptions::default());
-        alike::everything_arrives_once_although_links_are_cut(&server_address(), &options, 20_000, 500, 10);
+        kit::everything_arrives_once_although_links_are_cut(&server_address(), &options, 20_000, 500, 10);
     }
 
     #[test]
     #[ignore = "runs in the RDMA machine"]
     fn a_receiver_that_holds_messages_is_never_overrun() {
         let (options, while_held) = (options(RdmaOptions::default()), Duration::from_millis(100));
-        alike::a_receiver_that_holds_messages_is_never_overrun(&server_address(), &options, 40, while_held);
+        kit::a_receiver_that_holds_messages_is_never_overrun(&server_address(), &options, 40, while_held);
     }
 
     /// Twice as many links, in generations, as there is memory for at once: memory of ended links must come back.

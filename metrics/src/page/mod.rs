@@ -21,7 +21,8 @@ use remora_protocol::StatusReport;
 use serde::Serialize;
 
 use super::families::{Families, Value};
-use super::register::{self as all, Family, Unit};
+use super::register as all;
+use super::register::{Family, Unit};
 use crate::view::{self, Fact, HEADS, Level, Rate, Row, Share, View};
 use remora_base::units::{Size, readable};
 use remora_process::progress;
@@ -214,7 +215,6 @@ fn text(unit: Unit, value: f64, now: SystemTime) -> String {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use http_body_util::BodyExt;
 
     use super::super::register::Agent;

@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
 use remora_table::CapturePage;
-use remora_table::server_pages::capture_page::{Stage, Work};
+use remora_table::server_pages::{Stage, Work};
 
-use super::armed::{self, Armed, CaptureError, SharedWith};
-use super::{fast_walk, walk};
+use super::walk;
+use super::{Armed, CaptureError, SharedWith};
 use crate::api::{
     Command, Context, EVENT_PERSISTENCE, EventHandler, LogLevel, OPTION_HANDLE_IO_ERRORS,
     OPTION_HANDLE_REPL_ASYNC_LOAD, OPTION_NO_IMPLICIT_SIGNAL_MODIFIED, OwnContext, OwnedStr, PERSISTENCE_RDB_START,
@@ -32,15 +32,15 @@ impl EventHandler for SnapshotBegins {
         if what != PERSISTENCE_RDB_START || !context.flags().is_child() {
             return;
         }
-        let Some(armed) = armed::take_in_child() else { return };
+        let Some(armed) = super::take_in_child() else { return };
         if armed.page.stage() != Stage::Armed || armed.page.is_cancelled() {
             return;
         }
         let own = OwnContext::new(context);
-        if armed::saves_to_disk() {
+        if super::saves_to_disk() {
             // The file may be that of the sync for which the agent waits, if syncs go to files now. Otherwise it is no
             // concern of the agent: its child is still to come.
-            if matches!(armed::syncs_go_to_sockets(&own), Ok(false)) {
+            if matches!(super::syncs_go_to_sockets(&own), Ok(false)) {
                 armed.page.decline(&CaptureError::NotExclusive(SharedWith::File).to_string());
             }
             return;
@@ -120,8 +120,8 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
             page.begin()?;
         }
         work @ (Work::Walk | Work::FastWalk) => {
-            armed::check(context, &info)?;
-            let fast = (work == Work::FastWalk).then(|| fast_walk::checked(context)).transpose()?;
+            super::check(context, &info)?;
+            let fast = (work == Work::FastWalk).then(|| walk::checked(context)).transpose()?;
             let table = armed.table.as_ref().ok_or(CaptureError::NoTable)?;
             let descriptor = table.try_clone().map_err(|error| CaptureError::System(error.to_string()))?;
             let memory = Memory::adopt(descriptor, page.order().geometry.memory_len())?;
@@ -137,7 +137,7 @@ fn capture(context: &Context<'_>, armed: &Armed) -> Result<(), CaptureError> {
             page.begin()?;
             match fast {
                 None => walk::run(context, page, memory.into(), &point)?,
-                Some(server) => fast_walk::run(context, page, memory.into(), &point, &server)?,
+                Some(server) => walk::run_fast(context, page, memory.into(), &point, &server)?,
             }
         }
     }

@@ -206,7 +206,6 @@ pub(crate) enum LayoutError {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
 
     /// A server of the build of that file.

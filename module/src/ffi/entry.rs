@@ -5,10 +5,11 @@ use std::io::Write;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use super::Context;
 use super::callback::guard;
-use super::context::{Context, without_zeros};
 use super::functions::{API_VERSION, ERR, Functions, GetApi, OK, RawContext, RawInfo, RawString, keep, server};
 use super::key::StrRef;
+use super::without_zeros;
 
 // The two symbols that a server looks up in a module.
 

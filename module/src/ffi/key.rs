@@ -9,7 +9,7 @@ use remora_fabric::View;
 use rustix::mm::Advice;
 use rustix::param::page_size;
 
-use super::context::Context;
+use super::Context;
 use super::functions::{OK, RawContext, RawKey, RawReply, RawString, server};
 
 // An open key: its value, its expiry and its age.

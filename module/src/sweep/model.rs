@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use remora_lab::random::Random;
 
-use super::course::{Course, Place};
+use super::feed::{Course, Place};
 
 /// A fault in the driver of a sweep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

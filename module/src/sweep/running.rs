@@ -6,16 +6,17 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use super::commands::{Need, need, touch};
-use super::course::{Astray, Course, Place};
-use super::feed::{Feed, FeedError};
+use super::Need;
+use super::feed::{Astray, Course, Feed, FeedError, Place};
 use super::large::{End, Large, Lost, MOMENT_ELEMENTS_MAX, Shape, Show, State, Value};
+use super::need;
+use super::touch;
 use crate::api::{
     CommandFilter, Context, Cursor, EVENT_FLUSH, EVENT_MODULE_CHANGE, EVENT_ROLE_CHANGED, EVENT_SWAP, EventHandler,
     FilterId, Key, KeyHash, KeyKind, ListEvents, LogLevel, Number, OwnContext, OwnedStr, StrRef, Timer, Words,
 };
-use crate::capture::record::{self, Age};
 use crate::capture::shown;
+use crate::capture::walk::{self, Age};
 
 /// The most of the main thread's time that the turns take, in percent.
 pub(crate) static SHARE: Number =
@@ -482,7 +483,7 @@ impl Sweep {
     fn records<'f>(feed: &'f mut Feed, selected: &mut Option<u32>, database: u32) -> &'f mut Vec<u8> {
         let records = feed.records();
         if *selected != Some(database) {
-            record::put_selected(records, database);
+            walk::put_selected(records, database);
             *selected = Some(database);
         }
         records
@@ -511,7 +512,7 @@ impl Sweep {
         if let Some(text) = reply.error() {
             return Err(Trouble::NotDumped { database, key: key(), text });
         }
-        let Some((kind, value)) = reply.as_bytes().and_then(record::dumped_value).and_then(<[u8]>::split_first) else {
+        let Some((kind, value)) = reply.as_bytes().and_then(walk::dumped_value).and_then(<[u8]>::split_first) else {
             // It had expired, and is gone: the server has put that into its stream, or will.
             self.own.propagate(name);
             return Ok(());
@@ -519,7 +520,7 @@ impl Sweep {
         let age = self.saved_age(found);
         let Sweep { feed, database: selected, .. } = self;
         let records = Self::records(feed, selected, database);
-        record::put_key(records, found.expires_at, age, *kind, name.as_bytes());
+        walk::put_key(records, found.expires_at, age, *kind, name.as_bytes());
         records.extend_from_slice(value);
         // The command has used the key, and nobody else has.
         if let Some(mut key) = self.own.open_untouched(name) {
@@ -547,7 +548,7 @@ impl Sweep {
     fn begin_to_take(&mut self, index: usize, database: u32, found: &Found, shape: Shape, memory: u64) {
         let name = found.name.borrow();
         let mut head = Vec::new();
-        record::put_key(&mut head, found.expires_at, self.saved_age(found), shape.record_type(), name.as_bytes());
+        walk::put_key(&mut head, found.expires_at, self.saved_age(found), shape.record_type(), name.as_bytes());
         let value = Large::new(shape, found.length as u64, memory, found.expires_at);
         let (name, hash) = (OwnedStr::new(&self.own, name.as_bytes()), self.hash.of(name.as_bytes()));
         let is_kept = shape != Shape::String || (found.expires_at.is_some() && found.length <= KEPT_STRING_BYTES_MAX);
@@ -621,7 +622,7 @@ impl Sweep {
             return Err(Trouble::OtherPolicy);
         }
         self.course.check(now.expired.saturating_sub(self.counts.expired))?;
-        record::put_end(self.feed.records());
+        walk::put_end(self.feed.records());
         self.feed.end(self.keys);
         self.is_whole = true;
         Ok(())

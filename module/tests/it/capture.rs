@@ -11,7 +11,7 @@ use proptest::test_runner::{Config, TestRunner};
 use remora_fabric::{Handover, Memory, Pages, shm::Place};
 use remora_lab::server::wait_until;
 use remora_lab::{Kind, Server, require};
-use remora_table::server_pages::capture_page::{Order, Stage, Work};
+use remora_table::server_pages::{Order, Stage, Work};
 use remora_table::{CapturePage, Geometry};
 
 const LONG: Duration = Duration::from_secs(30);

@@ -8,7 +8,12 @@ use remora_redis::rdb::{Records, Writer};
 use remora_redis::resp::Frame;
 use sha2::{Digest, Sha256};
 
-use crate::primary::{END, LONG, Primary, Shown, fields, layout, library, wait_for_link, with_module};
+use crate::fields;
+use crate::layout;
+use crate::library;
+use crate::wait_for_link;
+use crate::with_module;
+use crate::{END, LONG, Primary, Shown};
 
 /// Far from now, in milliseconds since 1970.
 const FAR_MS: u64 = 4_102_444_800_000;

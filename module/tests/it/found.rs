@@ -11,12 +11,16 @@ use std::sync::atomic::AtomicBool;
 
 use remora_lab::server::{Builder, Program, wait_until};
 use remora_lab::{Kind, Server, require};
+use remora_layout::build::Names;
 use remora_layout::search::{Layout, Wanted, find};
-use remora_layout::{Build, folder, names::Names};
+use remora_layout::{Build, folder};
 use remora_redis::rdb::reference::Word;
 
 use crate::fast::{answer, load_plainly, magic, mixed, offered, records, runs};
-use crate::primary::{LONG, Primary, Shown, fields, library, wait_for_link};
+use crate::fields;
+use crate::library;
+use crate::wait_for_link;
+use crate::{LONG, Primary, Shown};
 
 /// A server's program that is in no list, and a folder for layouts.
 struct Unlisted {

@@ -2,7 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::primary::{END, LONG, OFFSET, Primary, REPLID, Shown, fields, noise, wait_for_link, with_module};
+use crate::fields;
+use crate::noise;
+use crate::wait_for_link;
+use crate::with_module;
+use crate::{END, LONG, OFFSET, Primary, REPLID, Shown};
 use remora_lab::server::wait_until;
 use remora_lab::{Kind, Random, Server, require};
 use remora_redis::rdb::reference::Word;

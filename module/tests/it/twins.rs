@@ -168,3 +168,162 @@ impl Twins {
         }
     }
 }
+
+mod asserting {
+    //! Servers that check themselves, by assertions and by AddressSanitizer, after a load in the fast way: `make asserting`.
+    //!
+    //! Such a server ends at the first fault, and says why in its log.
+
+    use remora_lab::server::wait_until;
+    use remora_lab::{Client, Kind, Server, require};
+
+    use crate::LONG;
+    use crate::fast::{mixed, pair, records};
+
+    mod by_command {
+        use super::*;
+
+        #[test]
+        #[ignore = "needs servers that check themselves: make asserting"]
+        fn a_server_that_checks_itself_finds_nothing_to_object_to() {
+            for kind in require::kinds() {
+                let parts = [(0, mixed(kind, 31, 6_000)), (2, records(32, 3_000))];
+                let (fast, own) = pair(kind, &[], &parts);
+                for server in [&fast, &own] {
+                    let client = &mut server.client().unwrap();
+                    client.ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+                    drive(kind, client, server);
+                }
+                assert_eq!(fast.digest().unwrap(), own.digest().unwrap(), "{kind}");
+                for server in [fast, own] {
+                    server.client().unwrap().ok(&["FLUSHALL", "ASYNC"]).unwrap();
+                    let complaint = |log: &str| log.contains("AddressSanitizer") || log.contains("ASSERTION FAILED");
+                    assert!(!complaint(&server.log()), "{kind}: {}", server.log());
+                }
+            }
+        }
+    }
+
+    /// What servers do with their tables, all of it.
+    fn drive(kind: Kind, client: &mut Client, server: &Server) {
+        let before = server.digest().unwrap();
+        for database in ["0", "2"] {
+            let statistics = client.text(&["DEBUG", "HTSTATS", database]).unwrap();
+            assert!(statistics.contains("number of e"), "{kind}: {statistics}");
+        }
+        client.ok(&["DEBUG", "RELOAD"]).unwrap();
+        assert_eq!(server.digest().unwrap(), before, "{kind}");
+        // Servers with another allocator than jemalloc refuse it.
+        let _ = client.ok(&["CONFIG", "SET", "activedefrag", "yes"]);
+        // Tables grow while keys are looked up, and shrink when most keys are gone. (Eviction and expiry are in `fast`.)
+        for command in ["SET", "GET", "DEL"] {
+            for number in 0..FILLERS {
+                let name = format!("filler {number}");
+                let words = if command == "SET" { vec![command, &name, "x"] } else { vec![command, &name] };
+                client.queue(&words);
+            }
+            client.flush().unwrap();
+            for _ in 0..FILLERS {
+                client.receive().unwrap();
+            }
+        }
+        wait_until("the table to shrink", LONG, || {
+            let statistics = client.text(&["DEBUG", "HTSTATS", "0"])?;
+            Ok(if statistics.contains("rehashing target") { Err(statistics) } else { Ok(()) })
+        })
+        .unwrap();
+        assert_eq!(server.digest().unwrap(), before, "{kind}: the same keys");
+        client.ok(&["SWAPDB", "0", "2"]).unwrap();
+        client.ok(&["SWAPDB", "0", "2"]).unwrap();
+    }
+
+    /// Keys that only fill the tables.
+    const FILLERS: usize = 40_000;
+}
+
+mod defragmenting {
+    //! Active defragmentation of keys that were loaded in the fast way: `make asserting`, with `--defragment`.
+    //!
+    //! The server moves keys, values and tables to other memory, one after the other, while the keys stay. It needs a server
+    //! with a jemalloc of its own, which no package of a distribution has.
+
+    use remora_lab::server::wait_until;
+    use remora_lab::{Random, Server, require};
+
+    use crate::LONG;
+    use crate::fast::{mixed, names, pair};
+
+    /// Strings in the data set, of which most are deleted.
+    const STRINGS: usize = 60_000;
+
+    fn number(server: &Server, name: &str) -> u64 {
+        server.fact(name).unwrap().parse().unwrap()
+    }
+
+    mod by_command {
+        use super::*;
+
+        #[test]
+        #[ignore = "needs servers with a jemalloc of their own: make asserting, with --defragment"]
+        fn keys_of_a_fast_load_outlive_defragmentation() {
+            let mut tried = 0;
+            for kind in require::kinds() {
+                let settings = [
+                    ("active-defrag-ignore-bytes", "1"),
+                    ("active-defrag-threshold-lower", "1"),
+                    ("active-defrag-cycle-min", "20"),
+                    ("active-defrag-cycle-max", "60"),
+                ];
+                let can = Server::start(kind).unwrap().configure("activedefrag", "yes").is_ok();
+                if !can {
+                    continue;
+                }
+                tried += 1;
+                let (fast, own) = pair(kind, &settings, &[(0, mixed(kind, 41, STRINGS))]);
+                let mut random = Random::new(42);
+                let mut all = names(&own);
+                all.sort_unstable();
+                for server in [&fast, &own] {
+                    server.client().unwrap().ok(&["REPLICAOF", "NO", "ONE"]).unwrap();
+                }
+                // Three quarters of the keys go, and leave holes everywhere.
+                let gone: Vec<Vec<u8>> = all.into_iter().filter(|_| !random.one_in(4)).collect();
+                for server in [&fast, &own] {
+                    let mut client = server.client().unwrap();
+                    for name in &gone {
+                        assert_eq!(client.int(&[b"DEL".as_slice(), name]).unwrap(), 1);
+                    }
+                }
+                let before = own.digest().unwrap();
+                assert_eq!(fast.digest().unwrap(), before, "{kind}");
+                for server in [&fast, &own] {
+                    server.configure("activedefrag", "yes").unwrap();
+                    wait_until("keys to be moved", LONG, || {
+                        let moved = number(server, "active_defrag_hits");
+                        Ok(if moved > 1000 { Ok(()) } else { Err(format!("{moved} were moved")) })
+                    })
+                    .unwrap();
+                    // With a threshold of one percent it never ends: every key has its turn twice.
+                    let keys = server.client().unwrap().int(&["DBSIZE"]).unwrap().unsigned_abs();
+                    wait_until("two turns of all keys", LONG, || {
+                        let turns =
+                            number(server, "active_defrag_key_hits") + number(server, "active_defrag_key_misses");
+                        Ok(if turns >= 2 * keys { Ok(()) } else { Err(format!("{turns} turns of {keys} keys")) })
+                    })
+                    .unwrap();
+                    server.configure("activedefrag", "no").unwrap();
+                    let moved = number(server, "active_defrag_key_hits");
+                    println!("{kind}: {moved} of {keys} keys were moved");
+                    assert!(moved > 100, "{kind}: {moved}");
+                    assert_eq!(server.digest().unwrap(), before, "{kind}: the same keys");
+                    let mut client = server.client().unwrap();
+                    client.ok(&["DEBUG", "RELOAD"]).unwrap();
+                    assert_eq!(server.digest().unwrap(), before, "{kind}: the same keys");
+                    client.ok(&["FLUSHALL", "ASYNC"]).unwrap();
+                    assert!(!server.log().contains("ASSERTION FAILED"), "{kind}: {}", server.log());
+                }
+            }
+            assert!(tried > 0, "no server here can defragment");
+        }
+    }
+}

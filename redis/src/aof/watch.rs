@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::walk::{Found, Verb, WalkError, Walker};
+use super::{Found, Verb, WalkError, Walker};
 use crate::commands::{Late, Release};
 
 /// Watches a stream.
@@ -237,7 +237,6 @@ fn walker(at: u64) -> Walker {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::*;

@@ -1,14 +1,13 @@
 //! The table. Written by `cargo xtask commands`; what a command acts on is decided by people.
 #![allow(unused_imports)] // which of the words are used depends on the servers
 
+use super::Access::{Change, Overwrite, Read, Remove, Unsaid};
+use super::Begin::{Anywhere, At, Behind};
 use super::Effect::{Cluster, Data, Expiry, FieldExpiry, Frame, Link, Publish, Script, ScriptCache};
 use super::Expiry::{At as Argument, Options, OptionsBehindPairs, Restore};
+use super::Find::{Anything, Counted, Range};
 use super::Unit::{Milliseconds, Seconds};
-use super::keys::Access::{Change, Overwrite, Read, Remove, Unsaid};
-use super::keys::Begin::{Anywhere, At, Behind};
-use super::keys::Find::{Anything, Counted, Range};
-use super::keys::{Access, Begin, Find, Key};
-use super::{Command, Effect, Release, Releases};
+use super::{Access, Begin, Command, Effect, Find, Key, Release, Releases};
 
 /// The releases that the table tells apart.
 #[rustfmt::skip]

@@ -33,7 +33,9 @@ use std::collections::VecDeque;
 use std::fmt;
 
 use super::{MARK_BYTES, Payload};
-use crate::{Refusal, ReplId, resp, text};
+use crate::info;
+use crate::resp;
+use crate::{Refusal, ReplId};
 
 /// Longest line of the handshake, in bytes. The servers' own replicas read answers into 1,024 bytes; errors of modules
 /// and proxies are sometimes longer. A peer that sends a longer line is not answering a handshake.
@@ -282,7 +284,7 @@ impl Client {
         match words.as_slice() {
             [b"+FULLRESYNC", replid, offset] => {
                 let replid = ReplId::parse(replid).map_err(|_| unexpected())?;
-                let offset = text::offset(offset).ok_or_else(unexpected)?;
+                let offset = info::offset(offset).ok_or_else(unexpected)?;
                 self.events.push_back(Event::FullResync { replid, offset });
                 self.step = Step::PayloadHeader;
             }
@@ -311,8 +313,8 @@ impl Client {
         let [offset, replid, _database, client] = words.as_slice() else { return Err(unexpected()) };
         let event = Event::Channel {
             replid: ReplId::parse(replid).map_err(|_| unexpected())?,
-            offset: text::offset(offset).ok_or_else(unexpected)?,
-            client: text::decimal_u64(client).ok_or_else(unexpected)?,
+            offset: info::offset(offset).ok_or_else(unexpected)?,
+            client: info::decimal_u64(client).ok_or_else(unexpected)?,
         };
         self.events.push_back(event);
         self.step = Step::PayloadHeader;
@@ -375,7 +377,7 @@ impl Client {
     }
 
     fn unexpected(&self, line: &[u8]) -> Error {
-        Error::Unexpected { command: self.step.command(), answer: text::excerpt(line) }
+        Error::Unexpected { command: self.step.command(), answer: info::excerpt(line) }
     }
 
     fn fail(&mut self, error: Error) -> Error {
@@ -466,7 +468,6 @@ impl EofMark {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::*;

@@ -51,7 +51,7 @@ impl Payload {
     fn parse(text: &[u8]) -> Option<Payload> {
         match text.strip_prefix(b"EOF:") {
             Some(mark) => mark.try_into().ok().map(Payload::Mark),
-            None => crate::text::decimal_u64(text).map(Payload::Length),
+            None => crate::info::decimal_u64(text).map(Payload::Length),
         }
     }
 

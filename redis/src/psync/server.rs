@@ -24,8 +24,9 @@ use std::collections::VecDeque;
 use std::fmt;
 
 use super::Payload;
+use crate::ReplId;
+use crate::info;
 use crate::resp::{self, CommandDecoder, Limits};
-use crate::{ReplId, text};
 
 /// Limit on the bytes of answers that wait to be written. A handshake needs about two hundred bytes. A peer that keeps
 /// sending commands without reading the answers is disconnected.
@@ -332,7 +333,7 @@ impl Server {
                 }
             }
             _ if is("SYNC") => Err("ERR SYNC is not supported here; use PSYNC".into()),
-            _ => Err(format!("ERR unknown command '{}'", text::excerpt(name))),
+            _ => Err(format!("ERR unknown command '{}'", info::excerpt(name))),
         };
         match answer {
             Ok(status) => self.say(&format!("+{status}")),
@@ -345,7 +346,7 @@ impl Server {
     /// answer would be written into the middle of the stream.
     fn handle_late(&mut self, name: &[u8], args: &[Vec<u8>]) -> Result<(), Error> {
         if !name.eq_ignore_ascii_case(b"REPLCONF") {
-            return Err(Error::OutOfTurn { command: text::excerpt(name) });
+            return Err(Error::OutOfTurn { command: info::excerpt(name) });
         }
         let ack = parse_ack(args).filter(|_| self.step == Step::Streaming);
         if let Some(event) = ack {
@@ -396,7 +397,7 @@ impl Server {
     fn handle_option(&mut self, option: &[u8], value: &[u8]) -> Result<(), String> {
         match option {
             b"listening-port" => {
-                let port = text::decimal_u64(value).and_then(|port| u16::try_from(port).ok());
+                let port = info::decimal_u64(value).and_then(|port| u16::try_from(port).ok());
                 self.peer.listening_port = Some(port.ok_or("ERR value is not an integer or out of range")?);
             }
             b"ip-address" => self.peer.ip_address = Some(fact(value)?),
@@ -406,10 +407,10 @@ impl Server {
             b"getack" => {}
             b"rdb-only" | b"rdb-channel" if value == b"0" => {}
             b"rdb-only" | b"rdb-channel" | b"rdb-filter-only" | b"set-rdb-client-id" | b"main-ch-client-id" => {
-                return Err(format!("ERR REPLCONF {} is not supported here", text::excerpt(option)));
+                return Err(format!("ERR REPLCONF {} is not supported here", info::excerpt(option)));
             }
             b"set-cluster-node-id" => return Err("ERR This instance has cluster support disabled".into()),
-            _ => return Err(format!("ERR Unrecognized REPLCONF option: {}", text::excerpt(option))),
+            _ => return Err(format!("ERR Unrecognized REPLCONF option: {}", info::excerpt(option))),
         }
         Ok(())
     }
@@ -431,7 +432,7 @@ impl Server {
         if !rest.is_empty() {
             return Err("ERR PSYNC FAILOVER: this process is not a server and cannot take over".into());
         }
-        let offset = text::decimal_i64(offset).ok_or("ERR value is not an integer or out of range")?;
+        let offset = info::decimal_i64(offset).ok_or("ERR value is not an integer or out of range")?;
         // As in a server, an invalid replid is treated like an unknown one: full resync.
         let replid = ReplId::parse(replid).ok();
         self.events.push_back(Event::Psync { replid, offset });
@@ -440,7 +441,7 @@ impl Server {
     }
 
     fn say(&mut self, line: &str) {
-        self.output.extend(text::one_line(line.as_bytes()));
+        self.output.extend(info::one_line(line.as_bytes()));
         self.output.extend_from_slice(b"\r\n");
     }
 }
@@ -464,7 +465,7 @@ fn parse_ack(args: &[Vec<u8>]) -> Option<Event> {
     let (pairs, _) = args.as_chunks::<2>();
     let number = |wanted: &[u8]| {
         let [_, value] = pairs.iter().find(|[option, _]| option.eq_ignore_ascii_case(wanted))?;
-        text::decimal_u64(value)
+        info::decimal_u64(value)
     };
     Some(Event::Ack { offset: number(b"ack")?, aof: number(b"fack") })
 }
@@ -486,7 +487,6 @@ fn same(given: &[u8], wanted: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
 
     const REPLID: &str = "8c1c6b2f0d6a4e7b9a0f1e2d3c4b5a6978695a4b";

@@ -18,15 +18,19 @@
 
 use std::collections::BTreeMap;
 
-use super::grammar::Item;
-use super::head::read_magic;
-use super::input::{Input, Length, STRING_BYTES_MAX, Stop, expand_lzf, malformed, too_long};
-use super::packed::{Damaged, Element, Listpack, ziplist};
+use super::expand_lzf;
+use super::magic;
+use super::malformed;
+use super::put_length;
+use super::read_magic;
+use super::records;
+use super::records::{Damaged, Item, Listpack, PackedElement, ziplist};
 use super::scan::{MODULE_END, module_value};
+use super::too_long;
 use super::{
-    Error, Head, Magic, OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_FUNCTION,
-    OPCODE_IDLE, OPCODE_MODULE_AUX, OPCODE_RESIZEDB, OPCODE_SELECTDB, OPCODE_SLOT_INFO, TAIL_BYTES, grammar, magic,
-    put_length,
+    Error, Head, Input, Length, Magic, OPCODE_AUX, OPCODE_EOF, OPCODE_EXPIRETIME, OPCODE_EXPIRETIME_MS, OPCODE_FREQ,
+    OPCODE_FUNCTION, OPCODE_IDLE, OPCODE_MODULE_AUX, OPCODE_RESIZEDB, OPCODE_SELECTDB, OPCODE_SLOT_INFO,
+    STRING_BYTES_MAX, Stop, TAIL_BYTES,
 };
 
 /// Longest listpack, ziplist or element that is rewritten, in bytes: servers bound a listpack to 1 GiB.
@@ -312,7 +316,7 @@ impl Converter {
                 self.put(out, &[OPCODE_EOF, 0, 0, 0, 0, 0, 0, 0, 0]);
                 return Ok(());
             }
-            _ if grammar::aside(code).is_some() => return self.aside(code, input, out),
+            _ if records::aside(code).is_some() => return self.aside(code, input, out),
             _ => return self.key(code, input, out),
         }
         self.prefix.extend_from_slice(input.bytes.get(..input.position).unwrap_or_default());
@@ -341,7 +345,7 @@ impl Converter {
             _ => return Err(Trouble::Unknown(code)),
         }
         self.put(out, &[code]);
-        self.enter(Items::Same(grammar::aside(code).unwrap_or_default()), 1);
+        self.enter(Items::Same(records::aside(code).unwrap_or_default()), 1);
         self.pass_items(read);
         Ok(())
     }
@@ -569,7 +573,7 @@ impl Converter {
             Rewriting::Form(form) => put_form(form, &Listpack::open(&bytes)?.collect::<Result<Vec<_>, _>>()?, out)?,
             Rewriting::Node => {
                 let node = if self.is_plain_node {
-                    ziplist([Ok(Element::Text(&bytes))].into_iter())?
+                    ziplist([Ok(PackedElement::Text(&bytes))].into_iter())?
                 } else {
                     ziplist(Listpack::open(&bytes)?)?
                 };
@@ -904,7 +908,7 @@ enum Way {
 
 /// How a value of this type is written for a target. `None`: the type is not known.
 fn way(kind: u8, from: Magic, to: Format) -> Option<Way> {
-    let same = grammar::value(kind, from)?;
+    let same = records::value(kind, from)?;
     // Numbers from 22 on mean other things in the other family.
     let is_other_family = kind >= 22 && from != to.family();
     if to.knows(kind) && !is_other_family {
@@ -942,7 +946,7 @@ const NEVER: i64 = -1;
 const FIELD_TIME_BASE: u64 = 1;
 
 /// Writes the elements of a listpack in another form.
-fn put_form(form: Form, elements: &[Element<'_>], out: &mut Vec<u8>) -> Result<(), Trouble> {
+fn put_form(form: Form, elements: &[PackedElement<'_>], out: &mut Vec<u8>) -> Result<(), Trouble> {
     let each = match form {
         Form::Elements => 1,
         Form::Pairs | Form::Scores => 2,
@@ -963,7 +967,7 @@ fn put_form(form: Form, elements: &[Element<'_>], out: &mut Vec<u8>) -> Result<(
                 put_element(out, *member);
                 out.extend_from_slice(&score_of(*score)?.to_le_bytes());
             }
-            (Form::TimedFields, [field, value, Element::Number(time @ 0..)]) => {
+            (Form::TimedFields, [field, value, PackedElement::Number(time @ 0..)]) => {
                 put_element(out, *field);
                 put_element(out, *value);
                 out.extend_from_slice(&(if *time == 0 { NEVER } else { *time }).to_le_bytes());
@@ -975,13 +979,13 @@ fn put_form(form: Form, elements: &[Element<'_>], out: &mut Vec<u8>) -> Result<(
 }
 
 /// Writes an element as a string; a number in binary where servers do so.
-fn put_element(out: &mut Vec<u8>, element: Element<'_>) {
+fn put_element(out: &mut Vec<u8>, element: PackedElement<'_>) {
     match element {
-        Element::Text(text) => {
+        PackedElement::Text(text) => {
             put_length(out, text.len() as u64);
             out.extend_from_slice(text);
         }
-        Element::Number(number) => {
+        PackedElement::Number(number) => {
             if let Ok(number) = i8::try_from(number) {
                 out.extend_from_slice(&[0xC0, number as u8]);
             } else if let Ok(number) = i16::try_from(number) {
@@ -991,17 +995,17 @@ fn put_element(out: &mut Vec<u8>, element: Element<'_>) {
                 out.push(0xC2);
                 out.extend_from_slice(&number.to_le_bytes());
             } else {
-                put_element(out, Element::Text(number.to_string().as_bytes()));
+                put_element(out, PackedElement::Text(number.to_string().as_bytes()));
             }
         }
     }
 }
 
 /// A score as servers write it into a listpack: a number, or text for one with a fraction and for the infinities.
-fn score_of(element: Element<'_>) -> Result<f64, Trouble> {
+fn score_of(element: PackedElement<'_>) -> Result<f64, Trouble> {
     let score = match element {
-        Element::Number(number) => Some(number as f64),
-        Element::Text(text) => std::str::from_utf8(text).ok().and_then(|text| text.parse::<f64>().ok()),
+        PackedElement::Number(number) => Some(number as f64),
+        PackedElement::Text(text) => std::str::from_utf8(text).ok().and_then(|text| text.parse::<f64>().ok()),
     };
     score.filter(|score| !score.is_nan()).ok_or_else(|| malformed("a score").into())
 }
@@ -1016,13 +1020,12 @@ fn module_name(id: u64) -> String {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::super::Head;
     use super::*;
 
     fn text(bytes: &[u8]) -> Vec<u8> {
         let mut text = Vec::new();
-        put_element(&mut text, Element::Text(bytes));
+        put_element(&mut text, PackedElement::Text(bytes));
         text
     }
 
@@ -1125,11 +1128,11 @@ mod tests {
     #[test]
     fn lists_are_converted_node_by_node() {
         let value = [&b"\x02\x02"[..], &listpack(&["a", "5"]), b"\x01", &text(b"one long element")].concat();
-        let node = |elements: &[Element<'_>]| text(&ziplist(elements.iter().copied().map(Ok)).unwrap());
+        let node = |elements: &[PackedElement<'_>]| text(&ziplist(elements.iter().copied().map(Ok)).unwrap());
         let wanted = [
             &b"\x02"[..],
-            &node(&[Element::Text(b"a"), Element::Number(5)]),
-            &node(&[Element::Text(b"one long element")]),
+            &node(&[PackedElement::Text(b"a"), PackedElement::Number(5)]),
+            &node(&[PackedElement::Text(b"one long element")]),
         ]
         .concat();
         assert_eq!(to(Format::REDIS_6, "REDIS0011", 18, &value), record(14, &wanted));

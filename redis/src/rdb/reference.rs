@@ -270,7 +270,6 @@ const VERIFY: u8 = 5;
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::super::{Found, Scanner};

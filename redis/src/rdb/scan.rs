@@ -14,13 +14,12 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::grammar::{self, Item, TYPE_STRING};
-use super::head::read_magic;
-use super::input::{Input, Length, STRING_BYTES_MAX, Stop, malformed};
-use super::records::{Records, Usage};
+use super::malformed;
+use super::read_magic;
+use super::records::{self, Item, Records, TYPE_STRING, Usage};
 use super::{
-    Error, Magic, OPCODE_EOF, OPCODE_EXPIRETIME, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE, OPCODE_SELECTDB,
-    TAIL_BYTES,
+    Error, Input, Length, Magic, OPCODE_EOF, OPCODE_EXPIRETIME, OPCODE_EXPIRETIME_MS, OPCODE_FREQ, OPCODE_IDLE,
+    OPCODE_SELECTDB, STRING_BYTES_MAX, Stop, TAIL_BYTES,
 };
 
 /// What the scanner found.
@@ -344,11 +343,11 @@ impl Scanner {
 
     /// A key and the beginning of its value, or what follows an opcode.
     fn key(&mut self, code: u8, prefix: Prefix, input: &mut Input<'_>) -> Result<Known, Trouble> {
-        if let Some(items) = grammar::aside(code) {
+        if let Some(items) = records::aside(code) {
             self.enter(items, 1);
             return Ok(Known);
         }
-        let items = grammar::value(code, self.magic).ok_or(Trouble::Unknown(code))?;
+        let items = records::value(code, self.magic).ok_or(Trouble::Unknown(code))?;
         let key_at = input.position;
         let key_bytes = input.string_to_skip()?;
         if code == TYPE_STRING && key_bytes <= STRING_BYTES_MAX as u64 {
@@ -480,7 +479,6 @@ impl From<Stop> for Trouble {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use proptest::prelude::*;
 
     use super::super::Writer;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use remora_fabric::shm::Place;
-use remora_table::server_pages::capture_page::Work;
+use remora_table::server_pages::Work;
 
 use crate::options::{ModuleCapture, ModuleOptions};
 use remora_base::units::Size;

@@ -33,7 +33,7 @@ use remora_redis::psync::Payload;
 use remora_redis::psync::client::{Channel, EofMark, Event as PsyncEvent};
 use remora_redis::rdb::{Head, OPCODE_EOF, magic};
 use remora_redis::resp::Frame;
-use remora_table::server_pages::capture_page::{Order, Stage, Work, WriterStatus};
+use remora_table::server_pages::{Order, Stage, Work, WriterStatus};
 use remora_table::{CapturePage, SnapshotWriter};
 
 use super::method::{Method, Task, average};

@@ -184,7 +184,6 @@ pub fn snapshot_left(view: &View, expect: &Expectation) -> Result<Option<u64>, E
 #[cfg(all(test, not(loom)))]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use super::*;
     use crate::tests::{Random, expect, identity, origin, used_memory};
     use crate::{Geometry, SnapshotWriter};

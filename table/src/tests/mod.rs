@@ -1,12 +1,11 @@
 //! Writers and readers against a plain oracle.
 //!
-//! [`peer`] is a peer whose reads are torn in every way; [`snapshot_model`] and [`journal_model`] apply random
-//! operations; [`canary`] shows that the checker would notice; [`threads`] races real threads. A failing seed is
-//! printed; `REMORA_SEED=<seed>` replays it.
+//! [`peer`] is a peer whose reads are torn in every way, and has the readers that show that the checker would notice;
+//! [`snapshot_model`] and [`journal_model`] apply random operations. A failing seed is printed; `REMORA_SEED=<seed>`
+//! replays it.
 
 #![allow(clippy::unwrap_used)]
 
-mod canary;
 mod compressed;
 mod copy;
 mod examples;
@@ -14,7 +13,6 @@ mod journal_model;
 mod peer;
 mod sealed;
 mod snapshot_model;
-mod threads;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;

@@ -27,8 +27,20 @@
 //! - **Who receives may send as fast.** What this end receives delays the acknowledgements of what it sends
 //!   ([`Reception`]).
 
+#[cfg(test)]
+mod tests;
+
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::net::TcpStream;
+use std::num::NonZeroU64;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use super::UploadRate;
+use super::background;
+use super::socket;
 
 /// What TCP says of one lane (`TCP_INFO`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -662,5 +674,265 @@ const MEASURED_OVER: Duration = Duration::from_millis(300);
 /// Nothing more is received if the count has not grown for this long.
 const OVER_AFTER: Duration = Duration::from_secs(1);
 
-#[cfg(test)]
-mod tests;
+// A rate limit for all lanes of an exporter together: it decides when the next bytes may be sent, in small pieces. A
+// rate slightly below that of the link keeps its queue short for all other traffic. Pure except [`LanePace`]: the time
+// is an argument.
+//
+// The rate is fixed, or that of a [`Background`] transfer, which the lanes keep informed.
+
+/// Spaces pieces in time, so that their rate stays below a limit.
+#[derive(Debug)]
+pub(super) struct Pacer {
+    state: Mutex<State>,
+    /// How many bytes this end has received over the same link.
+    received: Option<Received>,
+    /// Set when the exporter ends: no lane waits after that.
+    over: AtomicBool,
+}
+
+/// A count of bytes.
+pub(super) struct Received(pub(super) Box<dyn Fn() -> u64 + Send + Sync>);
+
+impl fmt::Debug for Received {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Received({})", self.0())
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    rate: Rate,
+    /// When everything admitted so far has been sent at that rate; `None` if nothing was.
+    free_at: Option<Instant>,
+    told: Told,
+}
+
+#[derive(Debug)]
+enum Rate {
+    Fixed(NonZeroU64),
+    Background(Box<Background>),
+}
+
+/// What the log was last told.
+#[derive(Debug)]
+struct Told {
+    yields: bool,
+    at: Option<Instant>,
+}
+
+/// A piece that may be sent after a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Turn {
+    bytes: usize,
+    wait: Duration,
+}
+
+impl Pacer {
+    /// A pacer for this rate; `None` if it is not limited. A background transfer sends at least as fast as `received`
+    /// grows.
+    pub(super) fn new(rate: UploadRate, now: Instant, received: Option<Received>) -> Option<Pacer> {
+        let rate = match rate {
+            UploadRate::Unlimited => return None,
+            UploadRate::Fixed(rate) => Rate::Fixed(rate),
+            UploadRate::Background => Rate::Background(Box::new(Background::new(now))),
+        };
+        let state = State { rate, free_at: None, told: Told { yields: false, at: None } };
+        Some(Pacer { state: Mutex::new(state), received, over: AtomicBool::new(false) })
+    }
+
+    /// What a background transfer does at present; `None` for a fixed rate.
+    pub(super) fn upload(&self) -> Option<Upload> {
+        match &self.state().rate {
+            Rate::Fixed(_) => None,
+            Rate::Background(background) => Some(background.upload()),
+        }
+    }
+
+    /// Ends all waits soon, and makes further ones return immediately.
+    pub(super) fn end(&self) {
+        self.over.store(true, Ordering::Relaxed);
+    }
+
+    /// Reserves the time to send a piece of at most `left` bytes. Reservations are served in order.
+    fn reserve(&self, now: Instant, left: usize) -> Turn {
+        let mut state = self.state();
+        let (rate, piece) = match &state.rate {
+            Rate::Fixed(rate) => (rate.get(), fixed_piece(*rate)),
+            Rate::Background(background) => (background.rate(), background::piece(background.rate() as f64)),
+        };
+        let bytes = left.min(piece);
+        if let Rate::Background(background) = &mut state.rate {
+            background.admit(now, bytes);
+        }
+        let earliest = now.checked_sub(SAVED).unwrap_or(now);
+        let begins = state.free_at.map_or(now, |free_at| free_at.max(earliest));
+        state.free_at = Some(begins + Duration::from_secs_f64(bytes as f64 / rate as f64));
+        Turn { bytes, wait: begins.saturating_duration_since(now) }
+    }
+
+    /// Takes what TCP says of a lane. Returns the present rate.
+    fn sample(&self, now: Instant, sample: LaneSample) -> u64 {
+        let received = self.received.as_ref().map(|received| received.0());
+        let mut state = self.state();
+        let Rate::Background(background) = &mut state.rate else { return u64::MAX };
+        if let Some(received) = received {
+            background.received(now, received);
+        }
+        background.sample(now, sample);
+        let (rate, upload) = (background.rate(), background.upload());
+        if state.told.is_news(now, upload) {
+            drop(state);
+            log(upload);
+        }
+        rate
+    }
+
+    fn leave(&self, lane: u64) {
+        if let Rate::Background(background) = &mut self.state().rate {
+            background.leave(lane);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // The value is valid after every statement.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Told {
+    /// Whether to log a change; notes it.
+    fn is_news(&mut self, now: Instant, upload: Upload) -> bool {
+        let is_late = self.at.is_none_or(|at| now.saturating_duration_since(at) >= LOG_TIME);
+        let is_news = upload.yields != self.yields && is_late;
+        if is_news {
+            (self.yields, self.at) = (upload.yields, Some(now));
+        }
+        is_news
+    }
+}
+
+fn log(upload: Upload) {
+    let Upload { bytes_per_second, queueing, yields } = upload;
+    let queueing_ms = queueing.as_secs_f64() * 1e3;
+    match yields {
+        true => tracing::info!(bytes_per_second, queueing_ms, "other traffic fills the network link: sending less"),
+        false => tracing::info!(bytes_per_second, queueing_ms, "the network link has room again: sending more"),
+    }
+}
+
+/// A lane at the pacer.
+pub(super) struct LanePace<'a> {
+    pacer: &'a Pacer,
+    stream: &'a TcpStream,
+    lane: u64,
+    /// Whether TCP is asked how the lane is: not for a fixed rate.
+    asks: bool,
+    asked: Option<Instant>,
+    /// The rate by which the system spaces the lane's packets.
+    spaced: u64,
+}
+
+impl<'a> LanePace<'a> {
+    /// `None` if nothing limits this lane: there is no pacer, or both of its ends are on this host, so that it takes no
+    /// network from others.
+    pub(super) fn new(pacer: Option<&'a Pacer>, stream: &'a TcpStream, lane: u64) -> Option<LanePace<'a>> {
+        let pacer = pacer?;
+        let asks = pacer.upload().is_some();
+        if asks && socket::is_within_host(stream) {
+            return None;
+        }
+        Some(LanePace { pacer, stream, lane, asks, asked: None, spaced: 0 })
+    }
+
+    /// Waits until the next piece of at most `left` bytes may be sent, or `cancelled` returns true. Returns the size of
+    /// the piece.
+    pub(super) fn wait(&mut self, left: usize, cancelled: impl Fn() -> bool) -> usize {
+        let now = Instant::now();
+        if self.asks {
+            self.ask(now);
+        }
+        let Turn { bytes, wait } = self.pacer.reserve(now, left);
+        let until = now + wait;
+        loop {
+            if cancelled() || self.pacer.over.load(Ordering::Relaxed) {
+                return bytes;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return bytes;
+            }
+            std::thread::sleep(left.min(LOOK_TIME));
+        }
+    }
+
+    /// Asks TCP how the lane is, if that was a while ago.
+    fn ask(&mut self, now: Instant) {
+        if self.asked.is_some_and(|asked| now.saturating_duration_since(asked) < ASK_TIME) {
+            return;
+        }
+        self.asked = Some(now);
+        let told = match socket::told(self.stream) {
+            Ok(told) => told,
+            Err(error) => {
+                // The lane keeps the rate that it has; sending finds a connection that has failed.
+                tracing::debug!(lane = self.lane, %error, "cannot read TCP_INFO of a lane");
+                return;
+            }
+        };
+        let socket::Told { least, present, acknowledged, sent_again } = told;
+        let rate = self.pacer.sample(now, LaneSample { lane: self.lane, least, present, acknowledged, sent_again });
+        self.space(rate);
+    }
+
+    /// Makes the system space the lane's packets, so that bytes which the reader has delayed do not leave in a burst.
+    fn space(&mut self, rate: u64) {
+        let spaced = rate.saturating_add(rate / SPACING_ABOVE);
+        if spaced.abs_diff(self.spaced) <= self.spaced / SPACING_ABOVE / 2 {
+            return;
+        }
+        self.spaced = spaced;
+        if let Some(spaced) = NonZeroU64::new(spaced)
+            && let Err(error) = socket::smooth(self.stream, spaced)
+        {
+            // The rate is still kept, but with bursts.
+            tracing::debug!(lane = self.lane, %error, "cannot set SO_MAX_PACING_RATE on a lane");
+        }
+    }
+}
+
+impl Drop for LanePace<'_> {
+    fn drop(&mut self) {
+        self.pacer.leave(self.lane);
+    }
+}
+
+/// Bytes per piece at a fixed rate.
+fn fixed_piece(rate: NonZeroU64) -> usize {
+    let bytes = u128::from(rate.get()) * FIXED_PIECE_TIME.as_micros() / 1_000_000;
+    (bytes as usize).clamp(LEAST_FIXED_PIECE_BYTES, MOST_FIXED_PIECE_BYTES)
+}
+
+/// Time that one piece takes at a fixed rate: no other sender waits longer behind it.
+const FIXED_PIECE_TIME: Duration = Duration::from_micros(500);
+
+/// Minimum size of a piece: two packets, which network cards send more efficiently together.
+const LEAST_FIXED_PIECE_BYTES: usize = 4 << 10;
+
+/// Maximum size of a piece: that of an answer, after which a revoked region is noticed.
+const MOST_FIXED_PIECE_BYTES: usize = 1 << 20;
+
+/// Time that may be caught up on, because threads wake slightly late. More would be a burst.
+const SAVED: Duration = Duration::from_millis(1);
+
+/// Interval at which a waiting lane checks whether to give up.
+const LOOK_TIME: Duration = Duration::from_millis(50);
+
+/// Interval at which a lane asks TCP: a few times within the delays that count together. It takes about a microsecond.
+const ASK_TIME: Duration = Duration::from_millis(1);
+
+/// The system spaces packets by a rate that is above the pacer's by one part in this many: it counts headers too, and
+/// must not be what limits the lane.
+const SPACING_ABOVE: u64 = 4;
+
+/// The log is told of no more than one change in this time.
+const LOG_TIME: Duration = Duration::from_secs(10);

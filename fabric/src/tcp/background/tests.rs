@@ -1,5 +1,8 @@
 //! A background transfer on a modelled cable: a queue of a length in milliseconds, the transfer's lanes, and another
 //! flow that fills the queue as cubic does.
+#![allow(clippy::unwrap_used)]
+
+use std::net::TcpListener;
 
 use proptest::prelude::*;
 
@@ -421,4 +424,91 @@ fn the_rate_is_that_of_whole_slots_and_ends_with_them() {
     assert!(reception.rate() == 0.0, "a new copy begins");
     reception.note(start + Duration::from_millis(5_500), 3 * slot);
     assert!((reception.rate() - 4.0 * slot as f64).abs() < 1.0);
+}
+
+fn pacer(rate: u64) -> Pacer {
+    Pacer::new(UploadRate::Fixed(NonZeroU64::new(rate).unwrap()), Instant::now(), None).unwrap()
+}
+
+proptest! {
+    /// However late a sender wakes: in no stretch of time is more sent than the rate, one piece and the saved time
+    /// allow.
+    #[test]
+    fn no_more_leaves_than_the_rate(
+        rate in 100_000u64..1_000_000_000,
+        late in proptest::collection::vec(0u64..5_000, 2..200),
+    ) {
+        let pacer = pacer(rate);
+        let mut now = Instant::now();
+        let (mut left, mut piece) = (Vec::new(), 0);
+        for late in late {
+            let turn = pacer.reserve(now, usize::MAX);
+            now += turn.wait + Duration::from_micros(late);
+            piece = turn.bytes;
+            left.push(now);
+        }
+        for first in 0..left.len() {
+            for last in first..left.len() {
+                let bytes = (last - first) * piece;
+                let time = left[last] - left[first] + SAVED + Duration::from_millis(5);
+                prop_assert!(bytes as f64 <= rate as f64 * time.as_secs_f64() + 1.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_sender_that_is_always_slightly_late_still_gets_the_rate() {
+    let pacer = pacer(100_000_000);
+    let (start, mut sent) = (Instant::now(), 0);
+    let mut now = start;
+    for _ in 0..1000 {
+        let Turn { bytes, wait } = pacer.reserve(now, usize::MAX);
+        now += if wait.is_zero() { Duration::ZERO } else { wait + Duration::from_micros(80) };
+        sent += bytes;
+    }
+    let rate = sent as f64 / (now - start).as_secs_f64();
+    assert!((0.99e8..1.01e8).contains(&rate), "{rate}");
+}
+
+#[test]
+fn pieces_are_short_in_time() {
+    let piece = |rate| pacer(rate).reserve(Instant::now(), usize::MAX).bytes;
+    assert_eq!(piece(64 << 10), LEAST_FIXED_PIECE_BYTES);
+    assert_eq!(piece(100_000_000), 50_000);
+    assert_eq!(piece(u64::MAX), MOST_FIXED_PIECE_BYTES);
+    assert_eq!(pacer(u64::MAX).reserve(Instant::now(), 77).bytes, 77, "no more than is left");
+}
+
+#[test]
+fn a_cancelled_wait_returns_immediately() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let pacer = pacer(1);
+    let mut lane = LanePace::new(Some(&pacer), &stream, 0).unwrap();
+    let began = Instant::now();
+    lane.wait(1 << 20, || false); // the first may go at once
+    lane.wait(1, || true);
+    pacer.end();
+    lane.wait(1, || false);
+    assert!(began.elapsed() < Duration::from_secs(60), "4096 s were reserved");
+}
+
+#[test]
+fn lanes_within_this_host_are_not_limited_in_the_background() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let pacer = Pacer::new(UploadRate::Background, Instant::now(), None).unwrap();
+    assert!(LanePace::new(Some(&pacer), &stream, 0).is_none());
+    assert!(Pacer::new(UploadRate::Unlimited, Instant::now(), None).is_none());
+}
+
+#[test]
+fn the_log_is_not_told_of_every_change() {
+    let (mut told, start) = (Told { yields: false, at: None }, Instant::now());
+    let upload = |yields| Upload { bytes_per_second: 1, queueing: Duration::ZERO, yields };
+    assert!(!told.is_news(start, upload(false)));
+    assert!(told.is_news(start, upload(true)));
+    assert!(!told.is_news(start + LOG_TIME / 2, upload(false)));
+    assert!(told.is_news(start + LOG_TIME, upload(false)));
 }

@@ -1,8 +1,10 @@
 //! A hostile peer on an RDMA link: the body of a fuzz target, which `cargo test` runs on every seed; see
 //! `crate::fuzzing`.
 
-use super::credits::{CONTROL_RECEIVES, Credits, MAX_RENDEZVOUS};
-use super::message::{self, Body, HEAD_BYTES, HELLO_BYTES, Head, Hello, Kind, MAX_CREDITS, START_BYTES, Violation};
+use super::credits::{
+    self, Body, CONTROL_RECEIVES, Credits, HEAD_BYTES, HELLO_BYTES, Head, Hello, Kind, MAX_CREDITS, MAX_RENDEZVOUS,
+    START_BYTES, Violation,
+};
 
 /// A Hello, then steps of two bytes: one that chooses what this end does ([`End::act`]) or announces a message, and one
 /// for the message's length. Nothing panics, this end holds only what it gave credit for, and every violation is named.
@@ -100,7 +102,7 @@ impl End {
         let mut start = [0; START_BYTES];
         let count = said.len().min(START_BYTES);
         start[..count].copy_from_slice(&said[..count]);
-        let (head, body) = message::open(&start, said.len() as u32)?;
+        let (head, body) = credits::open(&start, said.len() as u32)?;
         assert_eq!(head.encode(), start[..HEAD_BYTES]);
         let update = self.credits.receive_message(&head)?;
         self.count(&head);
@@ -110,7 +112,7 @@ impl End {
         match body {
             Body::Control => self.unreported += 1,
             Body::Rendezvous(rendezvous) => {
-                assert!((1..=message::MAX_RENDEZVOUS_BYTES).contains(&rendezvous.length) && said.len() == START_BYTES);
+                assert!((1..=credits::MAX_RENDEZVOUS_BYTES).contains(&rendezvous.length) && said.len() == START_BYTES);
                 self.unread += 1;
                 self.credits.give(1);
             }
@@ -145,7 +147,6 @@ impl End {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-
     use std::collections::HashSet;
     use std::fs;
     use std::mem::discriminant;

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use remora_rdma::duplex::{Completion, Connection as RdmaConnection, Listener as ConnectionListener, Request, Step};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::credits::{Arrivals, CONTROL_RECEIVES, Credits};
-use super::device::{Chunk, Device, RECEIVE, RdmaContext, Requests, Retired, Waker};
-use super::message::{
-    self, Body, HEAD_BYTES, Hello, Kind, MAX_RENDEZVOUS_BYTES, RENDEZVOUS_BYTES, Rendezvous, START_BYTES, Violation,
+use super::credits::{
+    self, Arrivals, Body, CONTROL_RECEIVES, Credits, HEAD_BYTES, Hello, Kind, MAX_RENDEZVOUS_BYTES, RENDEZVOUS_BYTES,
+    Rendezvous, START_BYTES, Violation,
 };
+use super::{Chunk, Device, RECEIVE, RdmaContext, Requests, Retired, Waker};
 use crate::stack::{Address, Link, Listener};
 
 /// A connection by RDMA.
@@ -187,7 +187,7 @@ impl RdmaLink {
     fn receive_message(&mut self, chunk: Chunk, length: u32) -> io::Result<()> {
         let mut start = [0; START_BYTES];
         chunk.region().memory().read(chunk.offset(), &mut start)?;
-        let opened = message::open(&start, length);
+        let opened = credits::open(&start, length);
         let heard = opened.and_then(|(head, body)| Ok((self.credits.receive_message(&head)?, body)));
         let (update, body) = heard.map_err(|violation| self.violated(violation))?;
         if update.read as usize > self.exported.len() {

@@ -6,7 +6,7 @@
 //! server's private memory only the place of a database and of its table are read, and one counter is written.
 //!
 //! In reading order: the rule, the entries of a `dict`, keys added to tables of both kinds, and values of all types.
-//! `symbols` has the functions, `rio` the streams of values, `trial` the work in a forked child, which may crash there,
+//! `symbols` has the functions, and the streams of values; `trial` the work in a forked child, which may crash there;
 //! and `walk` the way over the tables of a fork child.
 //!
 //! The rule that every SAFETY comment here relies on, besides those of `ffi`:
@@ -17,8 +17,6 @@
 //!   and a forked child has called every function with known arguments, and tried everything together, before the
 //!   first use in the server itself.
 
-mod rio;
-mod shapes;
 mod symbols;
 mod trial;
 mod walk;
@@ -28,13 +26,11 @@ use std::ptr;
 
 use remora_redis::rdb::{COLLECTION_TYPES, Collection, CollectionError, Content, Record, Usage, Value};
 
-use super::context::Context;
+use super::Context;
 use crate::fast::layout::{Layout, Offsets};
-use rio::{Rio, Sink, Source};
-pub(crate) use shapes::{Adding, Shape};
 pub(crate) use symbols::Functions;
-use symbols::{Common, Database, Dicts, DictsOnly, Object, Own, Sds, Symbols, Valkey, ValkeyOnly};
-pub(crate) use trial::{Steps, Trouble, in_child};
+use symbols::{Common, Database, Dicts, DictsOnly, Object, Own, Rio, Sds, Sink, Source, Symbols, Valkey, ValkeyOnly};
+pub(crate) use trial::{Adding, Shape, Steps, Trouble, in_child};
 use walk::{BUCKET_BYTES, bucket_of, candidates, is_embedded};
 pub(crate) use walk::{FoundKey, FoundValue, Step};
 
@@ -890,7 +886,7 @@ impl ValkeyOnly {
 
 // Values of all types, made and written by the server's own loader and saver of one value.
 //
-// Both work on streams of our own kinds ([`rio`](rio)). So encodings, conversions by the server's limits, and
+// Both work on streams of our own kinds (`symbols`). So encodings, conversions by the server's limits, and
 // counters are the server's.
 //
 // A loader that meets a damaged value ends its server: callers check values first (`Collection::check`).

@@ -16,7 +16,7 @@ use std::ptr;
 
 use super::symbols::{Dicts, DictsOnly, Object, Own, Sds, Valkey, ValkeyOnly};
 use super::{ENTRY_VALUE_AT, FastServer, NEVER, SavedType, head, prefetch, read, set_entry_next, write};
-use crate::ffi::context::Context;
+use crate::ffi::Context;
 
 /// Buckets that are looked at together: a few hundred keys, whose heads fit in a first-level cache.
 const WINDOW: usize = 128;
