@@ -257,6 +257,16 @@ pub(super) struct Seen {
     pub(super) status: StatusReport,
 }
 
+impl Seen {
+    /// Whether its data are those of this primary: it has the same history, or sits beside it. A primary begins its
+    /// first history when its first replica comes, which may be between the two questions.
+    fn is_of(&self, primary: &Facts) -> bool {
+        let same_history = primary.replid.is_some() && primary.replid == self.plan.replid;
+        let same_server = !self.plan.run_id.is_empty() && primary.run_id.as_deref() == Some(self.plan.run_id.as_str());
+        same_history || same_server
+    }
+}
+
 /// What was found at the addresses.
 #[derive(Debug, Default)]
 pub(super) struct Sources {
@@ -346,18 +356,14 @@ impl Sources {
 
     /// The source beside a shard that is not beside the server with this run id.
     pub(super) fn beside_others_than(&self, shard: &Shard, run_id: Option<&str>) -> Option<&Seen> {
-        let history = shard.primary.facts.as_ref().ok()?.replid?;
-        let is_meant =
-            |seen: &&Seen| seen.plan.replid == Some(history) && run_id.is_none_or(|run_id| seen.plan.run_id != run_id);
+        let primary = shard.primary.facts.as_ref().ok()?;
+        let is_meant = |seen: &&Seen| seen.is_of(primary) && run_id.is_none_or(|run_id| seen.plan.run_id != run_id);
         self.seen.iter().filter(is_meant).min_by_key(|seen| seen.status.role == "primary")
     }
 
     /// Sources whose server is in no shard that has answered.
     pub(super) fn elsewhere<'a>(&'a self, shards: &'a [Shard]) -> impl Iterator<Item = &'a Seen> {
-        let is_in = |seen: &Seen, shard: &Shard| {
-            let history = shard.primary.facts.as_ref().ok().and_then(|facts| facts.replid);
-            history.is_some() && history == seen.plan.replid
-        };
+        let is_in = |seen: &Seen, shard: &Shard| shard.primary.facts.as_ref().is_ok_and(|primary| seen.is_of(primary));
         self.seen.iter().filter(move |seen| !shards.iter().any(|shard| is_in(seen, shard)))
     }
 }

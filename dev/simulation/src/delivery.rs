@@ -1,5 +1,5 @@
 //! Delivery: an actor in the place of the delivery thread. It reads tables, plays the primary towards the server, and
-//! reports what the thread reports. It follows `replica/delivery/mod.rs`, in slots and commands instead of bytes.
+//! reports what the thread reports. It follows the crate `delivery`, in slots and commands instead of bytes.
 
 use std::collections::VecDeque;
 use std::io;

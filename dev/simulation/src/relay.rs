@@ -1,5 +1,5 @@
 //! Relay: an agent's part in passing slots on: which lender it reads from, and what it lends itself. It follows
-//! `replica/driver/relay.rs` and `replica/upstream.rs`; the copy and its reader are the product's own.
+//! `reader/src/relay/`; the copy and its reader are the product's own.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,5 +1,6 @@
 //! The links of the pages: each relative link, and each anchor, of the Markdown files leads somewhere, and so does each
-//! page that a source, a unit or a file of alerts names. The site shows every page of `docs/`.
+//! page that a source, a unit or a file of alerts names. A source that a page names is there. The site shows every page
+//! of `docs/`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,6 +12,9 @@ const SKIPPED: [&str; 4] = ["target", ".cache", ".git", "bench/runs"];
 
 /// The kinds of files, besides Markdown, in which a page of `docs/` may be named.
 const SOURCES: [&str; 8] = ["rs", "toml", "yml", "yaml", "json", "service", "txt", "sh"];
+
+/// Where a page tells what was: a source that it names may be gone.
+const HISTORY: &str = "docs/decisions";
 
 /// This file, whose tests name pages that are not there.
 const ITSELF: &str = "dev/structure/src/links.rs";
@@ -29,6 +33,12 @@ pub(crate) fn check(root: &Path) -> io::Result<Vec<String>> {
             if let Some(why) = fault(root, &pages, file, target) {
                 broken.push(format!("{}:{line}: {target}: {why}", file.display()));
             }
+        }
+    }
+    for (file, page) in pages.iter().filter(|(file, _)| !file.starts_with(HISTORY)) {
+        for (line, source) in page.sources.iter().filter(|(_, source)| !files.iter().any(|file| file.ends_with(source)))
+        {
+            broken.push(format!("{}:{line}: {source}: no such source", file.display()));
         }
     }
     let site = Path::new("docs/SUMMARY.md");
@@ -127,6 +137,8 @@ struct Page {
     anchors: BTreeSet<String>,
     /// Its links, with their lines.
     links: Vec<(usize, String)>,
+    /// The sources that it names as code, with their lines: the ends of their paths.
+    sources: Vec<(usize, String)>,
 }
 
 impl Page {
@@ -151,6 +163,10 @@ impl Page {
             let fresh = [name.clone()].into_iter().chain(again).find(|name| !self.anchors.contains(name));
             self.anchors.extend(fresh);
         }
+        let is_of_a_path = |letter: char| letter.is_ascii_alphanumeric() || "/_-.".contains(letter);
+        let code = line.split('`').skip(1).step_by(2);
+        let sources = code.filter(|code| code.ends_with(".rs") && code.chars().all(is_of_a_path));
+        self.sources.extend(sources.map(|source| (number, source.to_owned())));
         let words = without_code(line);
         for (at, _) in words.match_indices("](") {
             let target = words[at + 2..].split([')', ' ']).next().unwrap_or_default();
@@ -205,6 +221,8 @@ mod tests {
             "docs/a.md",
             "## `Two` words\n## Two words\n[up](../README.md#one) [self](#two-words-1) [x](#x) [out](../../b.md)\n",
         );
+        write("module/README.md", "`src/lib.rs` `lib.rs` `b.rs` `*.rs` `a lib.rs`\n");
+        write("docs/decisions/1.md", "`gone.rs`\n");
         write("src/lib.rs", "// docs/a.md, docs/gone.md and docs/a.md#no.\n");
         write("target/doc.md", "[e](e.md)\n");
         let broken = check(folder.path()).unwrap();
@@ -212,6 +230,7 @@ mod tests {
             "README.md:2: docs/b.md: no such file",
             "docs/a.md:3: #x: docs/a.md has no such heading",
             "docs/a.md:3: ../../b.md: leads out of the project",
+            "module/README.md:1: b.rs: no such source",
             "src/lib.rs:1: docs/gone.md: no such file",
             "src/lib.rs:1: docs/a.md#no: docs/a.md has no such heading",
         ];

@@ -615,9 +615,11 @@ const END: u8 = 0xFF;
 /// Entries that a head can count; this number stands for "this many or more".
 const COUNTED_MAX: usize = u16::MAX as usize;
 
-/// The elements of a listpack.
+/// The elements of a listpack. They are as many as its head says, and behind each stands its length.
 pub(super) struct Listpack<'a> {
     rest: &'a [u8],
+    /// How many elements are still to come; `None` if the head does not say it.
+    left: Option<u16>,
 }
 
 impl<'a> Listpack<'a> {
@@ -628,7 +630,9 @@ impl<'a> Listpack<'a> {
         let (END, entries) = entries.split_last().map(|(end, entries)| (*end, entries)).ok_or(Damaged)? else {
             return Err(Damaged);
         };
-        if length == Some(bytes.len()) { Ok(Listpack { rest: entries }) } else { Err(Damaged) }
+        let count = head.last_chunk().map(|bytes| u16::from_le_bytes(*bytes)).ok_or(Damaged)?;
+        let left = (usize::from(count) < COUNTED_MAX).then_some(count);
+        if length == Some(bytes.len()) { Ok(Listpack { rest: entries, left }) } else { Err(Damaged) }
     }
 
     fn entry(&mut self) -> Option<PackedElement<'a>> {
@@ -662,14 +666,15 @@ impl<'a> Listpack<'a> {
         };
         // Behind it stands its length, by which servers walk backwards: seven bits a byte.
         let length = before - self.rest.len();
-        self.take(match length {
+        let said = self.take(match length {
             0..0x80 => 1,
             0x80..0x3FFF => 2,
             0x3FFF..0x1F_FFFF => 3,
             0x1F_FFFF..0xFFF_FFFF => 4,
             _ => 5,
         })?;
-        Some(element)
+        let said = said.iter().fold(0, |said, byte| said << 7 | usize::from(byte & 0x7F));
+        (said == length).then_some(element)
     }
 
     fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
@@ -689,12 +694,14 @@ impl<'a> Iterator for Listpack<'a> {
     type Item = Result<PackedElement<'a>, Damaged>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.rest.is_empty() {
-            return None;
-        }
-        let entry = self.entry();
+        let entry = match (self.rest.is_empty(), self.left) {
+            (true, None | Some(0)) => return None,
+            (true, Some(_)) | (false, Some(0)) => None,
+            (false, _) => self.entry(),
+        };
+        self.left = self.left.map(|left| left.saturating_sub(1));
         if entry.is_none() {
-            self.rest = &[];
+            (self.rest, self.left) = (&[], None);
         }
         Some(entry.ok_or(Damaged))
     }
@@ -1004,7 +1011,7 @@ mod tests {
             let at = at.index(bytes.len());
             bytes[at] = to;
             if let Ok(found) = elements(&bytes) {
-                prop_assert!(found.len() == entries.len() || (4..6).contains(&at));
+                prop_assert_eq!(found.len(), entries.len());
             }
         }
     }
@@ -1054,7 +1061,16 @@ mod tests {
             let size = head.len() + length;
             let back =
                 [127, 16383, 2_097_151, 268_435_455].iter().position(|most| size < *most + usize::from(*most == 127));
-            let body = [&head[..], &text, &vec![0; back.unwrap() + 1], b"\x07\x01"].concat();
+            // Seven bits a byte, the lowest last, and a mark on all but the first.
+            let back: Vec<u8> = (0..=back.unwrap())
+                .rev()
+                .zip([0].into_iter().chain(std::iter::repeat(0x80)))
+                .map(|(at, mark)| (size >> (7 * at) & 0x7F) as u8 | mark)
+                .collect();
+            let body = [&head[..], &text, &back, b"\x07\x01"].concat();
+            let wrong = [&head[..], &text, &vec![0; back.len()], b"\x07\x01"].concat();
+            let wrong = [&(wrong.len() as u32 + 7).to_le_bytes()[..], &[2, 0], &wrong, &[END]].concat();
+            assert!(elements(&wrong).is_err(), "{length}: another length");
             let bytes = [&(body.len() as u32 + 7).to_le_bytes()[..], &[2, 0], &body, &[END]].concat();
             assert_eq!(elements(&bytes).unwrap(), [PackedElement::Text(&text), PackedElement::Number(7)], "{length}");
         }

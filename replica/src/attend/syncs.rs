@@ -582,7 +582,9 @@ impl Needs {
         if !plan.obstacle.is_empty() {
             return Fit::No(plan.obstacle.clone());
         }
-        if plan.replid.is_none() || plan.replid != self.primary.replid {
+        // The two were asked one after the other, and a primary begins its first history when its first replica comes.
+        let is_of_the_primary = !plan.run_id.is_empty() && self.primary.run_id.as_deref() == Some(plan.run_id.as_str());
+        if plan.replid.is_none() || (plan.replid != self.primary.replid && !is_of_the_primary) {
             return Fit::No("it has another history".to_owned());
         }
         if !plan.run_id.is_empty() && self.attended.run_id.as_deref() == Some(plan.run_id.as_str()) {
@@ -656,6 +658,10 @@ mod tests {
         assert!(matches!(fit(server("attended", 1500)), Fit::No(why) if why.contains("the very server")));
         let other = Facts { replid: Some("b".repeat(40).parse().unwrap()), ..server("other", 1500) };
         assert!(matches!(fit(other), Fit::No(why) if why.contains("history")));
+        // The primary itself, which has begun another history since it was asked.
+        let since = Facts { replid: Some("b".repeat(40).parse().unwrap()), ..server("primary", 1500) };
+        assert_eq!(fit(since), Fit::Yes);
+        assert!(matches!(fit(Facts { replid: None, ..server("primary", 0) }), Fit::No(_)));
         assert!(matches!(fit(Facts::default()), Fit::No(_)), "a server without a history");
         let cut_off = Offer { obstacle: "its server has no link".into(), ..plan(&server("replica", 1500)) };
         assert!(matches!(needs().fit(&cut_off), Fit::No(why) if why.contains("no link")));

@@ -15,7 +15,7 @@
 //! begin only if no other client receives that snapshot. **The capture gives the permission.** It does so when
 //! `+FULLRESYNC` has arrived over its own connection with the replid and the offset that the child reports, and if that
 //! connection still waits when the child asks. Then the child was forked for this capture
-//! (`module/src/capture/exclusive.rs` has the rest of the argument). Bytes that arrive before the child has answered
+//! (`module/src/capture/mod.rs` has the rest of the argument). Bytes that arrive before the child has answered
 //! belong to a complete snapshot.
 //!
 //! Two processes must never write one table. A writer claims its memory, and the claim ends with the writing process,
