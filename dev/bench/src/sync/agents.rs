@@ -47,6 +47,10 @@ impl Program {
         // Cargo's folder has the name of the profile, except for the one of development.
         if let Some(profile) = folder.file_name().filter(|name| *name != "debug") {
             build.arg("--profile").arg(profile);
+            // With the features that `make demo` has built it with: it would be built again.
+            if profile == "demo" {
+                build.arg("--no-default-features");
+            }
         }
         if let Some(target) = folder.parent() {
             build.arg("--target-dir").arg(target);
