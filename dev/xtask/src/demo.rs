@@ -403,8 +403,7 @@ fn parse_size(text: &str) -> std::result::Result<Size, String> {
 /// What is promised of the servers' default settings, and what it is compared with.
 const PROMISED: [Method; 2] = [Method::RemoraDefault, Method::OwnDefault];
 
-/// How often these are played at most. A third round takes another minute of both servers, and what two leave open is
-/// called so.
+/// How often these are played at most: what two rounds leave open is called so.
 const MOST_ROUNDS: usize = 2;
 
 /// Seconds: with a smaller difference they are played again. With default settings a server waits for 5 s before it
