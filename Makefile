@@ -23,7 +23,8 @@ setup:
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 RELEASE := $(CARGO) build --release --locked --target-dir $(TARGET) -p remora-agent -p remora-module
 
-# What a demonstration needs: neither backups in buckets nor encrypted ones, which are a third of all crates.
+# What a demonstration needs: neither backups in buckets, nor encrypted ones, nor the screen of `remora status --watch`. Their crates are
+# two fifths of all.
 DEMO := $(CARGO) build --profile demo --locked --target-dir $(TARGET) --no-default-features -p remora-agent -p remora-module -p xtask
 
 ## build: the command, target/release/remora, and the module for servers beside it
