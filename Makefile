@@ -124,6 +124,13 @@ judge-sweep: setup
 	cp -P .cache/judge/redis-7.0/programs/* target/judge-sweep/src/
 	REMORA_SUITE=$(CURDIR)/target/judge-sweep $(if $(FILES),REMORA_SUITE_FILES="$(FILES)") $(CARGO) test --locked -p remora-module --test it sweep::by_command::the_servers -- --ignored --nocapture
 
+## judge-files: what `fetch`, `backup` and conversions write, read by a parser of RDB files that other people wrote; needs Go
+.PHONY: judge-files
+judge-files: setup
+	cd dev/judge/reader && go build -ldflags="-s -w" -o $(abspath $(TARGET))/rdb-reader .
+	REMORA_RDB_READER=$(abspath $(TARGET))/rdb-reader $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
+		fetch::by_command::another_parser
+
 ## chaos: full copy after full copy under random load and faults, compared value by value; ARGS="--rounds 8 --minutes 20 --seed N"
 .PHONY: chaos
 chaos: setup
