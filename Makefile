@@ -23,7 +23,8 @@ setup:
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 RELEASE := $(CARGO) build --release --locked --target-dir $(TARGET) -p remora-agent -p remora-module
 
-# What a demonstration needs: neither backups in buckets nor encrypted ones, which are a third of all crates.
+# What a demonstration needs: neither backups in buckets, nor encrypted ones, nor the screen of `remora status --watch`. Their crates are
+# two fifths of all.
 DEMO := $(CARGO) build --profile demo --locked --target-dir $(TARGET) --no-default-features -p remora-agent -p remora-module -p xtask
 
 ## build: the command, target/release/remora, and the module for servers beside it
@@ -122,6 +123,13 @@ judge-sweep: setup
 	rm -rf target/judge-sweep && cp -r .cache/judge/redis-7.0/source target/judge-sweep
 	cp -P .cache/judge/redis-7.0/programs/* target/judge-sweep/src/
 	REMORA_SUITE=$(CURDIR)/target/judge-sweep $(if $(FILES),REMORA_SUITE_FILES="$(FILES)") $(CARGO) test --locked -p remora-module --test it sweep::by_command::the_servers -- --ignored --nocapture
+
+## judge-files: what `fetch`, `backup` and conversions write, read by a parser of RDB files that other people wrote; needs Go
+.PHONY: judge-files
+judge-files: setup
+	cd dev/judge/reader && go build -ldflags="-s -w" -o $(abspath $(TARGET))/rdb-reader .
+	REMORA_RDB_READER=$(abspath $(TARGET))/rdb-reader $(CARGO) test --locked -p remora-agent --test it -- --ignored --nocapture \
+		fetch::by_command::another_parser
 
 ## chaos: full copy after full copy under random load and faults, compared value by value; ARGS="--rounds 8 --minutes 20 --seed N"
 .PHONY: chaos

@@ -233,7 +233,7 @@ impl Terminal {
     }
 
     fn size() -> (u16, u16) {
-        let size = ratatui::crossterm::terminal::size().ok();
+        let size = rustix::termios::tcgetwinsize(io::stderr()).ok().map(|size| (size.ws_col, size.ws_row));
         size.filter(|(columns, rows)| *columns > 0 && *rows > 0).unwrap_or((80, 24))
     }
 }

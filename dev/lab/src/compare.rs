@@ -5,7 +5,8 @@
 //! comparison needs idle servers: stop your writers first.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::panic::resume_unwind;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::beyond_digest::{self, ask_each, beyond, databases, each_batch};
 use crate::client::{Client, shown_bytes};
@@ -35,18 +36,24 @@ pub fn assert_same_data(primary: &Server, replica: &Server) -> Agreement {
 
 /// Waits until both are at the same offset of the same history, then compares everything.
 pub fn same_data(primary: &Server, replica: &Server, within: Duration) -> Result<Agreement> {
-    let (mut one, mut other) = (primary.client()?, replica.client()?);
+    same_data_in_all(primary, &[replica], within)?.remove(0)
+}
+
+/// Does the same with several replicas at once, of which each has a result of its own. All digests are computed at the
+/// same time, and the primary's once for all.
+pub fn same_data_in_all(primary: &Server, replicas: &[&Server], within: Duration) -> Result<Vec<Result<Agreement>>> {
+    let latest = Instant::now() + within;
+    let mut one = primary.client()?;
     // A primary full of short-lived keys writes deletions for minutes and is never idle.
     one.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"])?;
-    let silence = Silence::begin(primary, replica)?;
-    let compared = at_rest(&mut one, &mut other, within).and_then(|(agreement, same_digest)| {
-        let found = differences(&mut one, &mut other, same_digest)?;
-        if found.is_empty() {
-            return Ok(agreement);
-        }
-        let Agreement { replid, offset, .. } = agreement;
-        let heading = format!("{replica} is not an exact copy of {primary}, both at {replid} {offset}");
-        Err(Error::Different(format!("{heading}:\n  {}", found.join("\n  "))))
+    let silence = Silence::begin(primary, replicas)?;
+    let compared = agreements(&mut one, replicas, within).map(|agreements| {
+        std::thread::scope(|scope| {
+            let pairs = replicas.iter().copied().zip(agreements);
+            let compare = |(replica, known)| scope.spawn(move || compared(primary, replica, known, latest));
+            let running: Vec<_> = pairs.map(compare).collect();
+            running.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        })
     });
     drop(silence);
     // If this fails, the server has ended, and the comparison fails too.
@@ -54,8 +61,59 @@ pub fn same_data(primary: &Server, replica: &Server, within: Duration) -> Result
     compared
 }
 
-/// Two servers between which nothing passes until this is dropped. No client writes to the primary, and no `PING` is
-/// sent: the digests of millions of keys take longer than the ten seconds from one to the next.
+/// Compares one replica, whose digest may be known to be the primary's.
+fn compared(primary: &Server, replica: &Server, known: Option<Agreement>, latest: Instant) -> Result<Agreement> {
+    let (mut one, mut other) = (primary.client()?, replica.client()?);
+    let (agreement, same_digest) = match known {
+        Some(agreement) => (agreement, true),
+        None => at_rest(&mut one, &mut other, latest.saturating_duration_since(Instant::now()))?,
+    };
+    let found = differences(&mut one, &mut other, same_digest)?;
+    if found.is_empty() {
+        return Ok(agreement);
+    }
+    let Agreement { replid, offset, .. } = agreement;
+    let heading = format!("{replica} is not an exact copy of {primary}, both at {replid} {offset}");
+    Err(Error::Different(format!("{heading}:\n  {}", found.join("\n  "))))
+}
+
+/// Waits until all are at the primary's offset of its history, and returns which of them have its digest there. None is
+/// known if that does not happen in time.
+fn agreements(one: &mut Client, replicas: &[&Server], within: Duration) -> Result<Vec<Option<Agreement>>> {
+    let mut others = replicas.iter().map(|replica| replica.client()).collect::<Result<Vec<Client>>>()?;
+    let known = wait_until("the replicas to reach their primary's offset", within, || {
+        let here = place(one)?;
+        if let Some(there) = elsewhere(&here, &mut others)? {
+            return Ok(Err(format!("primary {here:?}, replica {there:?}")));
+        }
+        let (digest, copies) = digests(one, &mut others)?;
+        // The primary sends PINGs by itself: digests count only if all offsets stood still around them.
+        if place(one)? != here || elsewhere(&here, &mut others)?.is_some() {
+            return Ok(Err("they moved on while they were compared".into()));
+        }
+        let Place { replid, offset } = here;
+        let agreement = Agreement { replid, offset, digest };
+        Ok(Ok(copies.iter().map(|copy| (*copy == agreement.digest).then(|| agreement.clone())).collect()))
+    });
+    match known {
+        Err(Error::TooLate { .. }) => Ok(vec![None; replicas.len()]),
+        known => known,
+    }
+}
+
+/// The place of the first replica that is not where its primary is.
+fn elsewhere(here: &Place, replicas: &mut [Client]) -> Result<Option<Place>> {
+    for replica in replicas {
+        let there = place(replica)?;
+        if there != *here {
+            return Ok(Some(there));
+        }
+    }
+    Ok(None)
+}
+
+/// A primary and its replicas, between which nothing passes until this is dropped. No client writes to the primary, and
+/// no `PING` is sent: the digests of millions of keys take longer than the ten seconds from one to the next.
 struct Silence<'s> {
     primary: &'s Server,
     settings: Vec<(&'s Server, &'static str, String)>,
@@ -70,8 +128,9 @@ const PAUSE: [&str; 4] = ["CLIENT", "PAUSE", "600000", "WRITE"];
 const UNPAUSE: [&str; 2] = ["CLIENT", "UNPAUSE"];
 
 impl Silence<'_> {
-    fn begin<'s>(primary: &'s Server, replica: &'s Server) -> Result<Silence<'s>> {
-        let settings = [(primary, "repl-timeout"), (replica, "repl-timeout"), (primary, "repl-ping-replica-period")];
+    fn begin<'s>(primary: &'s Server, replicas: &[&'s Server]) -> Result<Silence<'s>> {
+        let settings = [(primary, "repl-timeout"), (primary, "repl-ping-replica-period")].into_iter();
+        let settings = settings.chain(replicas.iter().map(|replica| (*replica, "repl-timeout")));
         let mut silence = Silence { primary, settings: Vec::new() };
         for (server, name) in settings {
             let before = server.configured(name)?;
@@ -96,21 +155,17 @@ impl Drop for Silence<'_> {
 /// Waits for a moment in which both have the same offset, and returns whether their digests are equal then.
 ///
 /// Valkey's digest leaves out hash fields that have expired at that moment. So two exact servers may differ, as long as
-/// fields expire: neither of two digests that are computed side by side is the earlier one. If they differ, the
-/// primary's digest is taken before and after the replica's, which must equal one of the two. If the primary's two
-/// digests are equal, no field expired in between, and another digest of the replica is a true difference. If they are
-/// not, the servers are compared key by key.
+/// fields expire: neither of two digests that are computed side by side is the earlier one. So the primary's digest is
+/// taken before and after the replica's, which must equal one of the two. If the primary's two digests are equal, no
+/// field expired in between, and another digest of the replica is a true difference. If they are not, the servers are
+/// compared key by key.
 fn at_rest(one: &mut Client, other: &mut Client, within: Duration) -> Result<(Agreement, bool)> {
     wait_until("the replica to reach its primary's offset", within, || {
         let (here, there) = (place(one)?, place(other)?);
         if here != there {
             return Ok(Err(format!("primary {here:?}, replica {there:?}")));
         }
-        let (mut before, mut copy) = digests(one, other)?;
-        let mut after = before.clone();
-        if copy != before {
-            (before, copy, after) = (digest(one)?, digest(other)?, digest(one)?);
-        }
+        let (before, copy, after) = (digest(one)?, digest(other)?, digest(one)?);
         // The primary sends PINGs by itself: digests count only if both offsets stood still around them.
         if place(one)? != here || place(other)? != there {
             return Ok(Err("both moved on while they were compared".into()));
@@ -178,13 +233,13 @@ fn place(client: &mut Client) -> Result<Place> {
     Ok(Place { replid, offset: info.number("master_repl_offset").unwrap_or_default() })
 }
 
-/// Both digests, which the servers compute at the same time.
-fn digests(one: &mut Client, other: &mut Client) -> Result<(String, String)> {
+/// The digests of the primary and of its replicas, which they compute at the same time.
+fn digests(one: &mut Client, others: &mut [Client]) -> Result<(String, Vec<String>)> {
     std::thread::scope(|scope| {
-        let computing = scope.spawn(|| digest(other));
+        let computing: Vec<_> = others.iter_mut().map(|other| scope.spawn(|| digest(other))).collect();
         let here = digest(one)?;
-        let there = computing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        Ok((here, there))
+        let copies = computing.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        Ok((here, copies.collect::<Result<_>>()?))
     })
 }
 

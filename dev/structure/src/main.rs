@@ -1,4 +1,4 @@
-//! `cargo run -p remora-structure`: the check of `make check` and of `cargo xtask rooms`.
+//! `cargo run -p remora-structure`: the check of `make check`.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

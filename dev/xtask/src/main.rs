@@ -20,7 +20,6 @@
 //!   messages        every sentence that remora can say, in one file
 //!   bindings        generates the types of the RDMA libraries from their headers; rarely needed
 //!   scale           a model of 1,000 replicas in racks, which drives the source's topology
-//!   rooms           draws the crates, and fails for an import circle, a long file or a large type
 //!   man, completions   what `remora generate` writes, without installing it first
 //! ```
 //!
@@ -113,13 +112,6 @@ pub(crate) enum Command {
     Bindings(messages::BindingsOptions),
     /// Print how long 1,000 replicas in racks take, by a model that drives the source's topology.
     Scale,
-    /// Draw the crates and their dependencies; fail for an import circle, a long file or a large type, as `make check`
-    /// does.
-    Rooms {
-        /// Also print every import between two files.
-        #[arg(long)]
-        ties: bool,
-    },
     /// Write the man pages of `remora` into a folder.
     Man {
         /// The folder; created if it does not exist.
@@ -153,7 +145,6 @@ fn main() -> ExitCode {
         Command::Messages(options) => messages::run(&options),
         Command::Bindings(options) => messages::run_bindings(&options),
         Command::Scale => process::print_scale(),
-        Command::Rooms { ties } => remora_structure::check(ties),
         Command::Man { directory } => generate(Generated::Man { directory }),
         Command::Completions { shell } => completions(&shell),
     };

@@ -381,24 +381,27 @@ impl Scene {
         replicas: impl Iterator<Item = &'s Server>,
         outcome: &mut Outcome,
     ) -> Result<()> {
-        for replica in replicas {
-            let compared = match trial.method {
-                method if method.only_copies() && self.primary.digest()? != replica.digest()? => {
-                    Err("the digests differ".to_owned())
+        let replicas: Vec<&Server> = replicas.collect();
+        if trial.method.only_copies() {
+            let digest = self.primary.digest()?;
+            for replica in replicas {
+                if replica.digest()? != digest {
+                    outcome.differences.push(format!("{replica}: the digests differ"));
                 }
-                method if method.only_copies() => Ok(()),
-                _ => difference(&self.primary, replica)?.map_or(Ok(()), Err),
-            };
-            outcome.differences.extend(compared.err());
+            }
+        } else {
+            for compared in compare::same_data_in_all(&self.primary, &replicas, COMPARE_TIME)? {
+                outcome.differences.extend(difference(compared)?);
+            }
         }
         outcome.equal = Some(outcome.differences.is_empty());
         Ok(())
     }
 }
 
-/// How the replica differs from its primary, or that it does not become equal in time; `None` if it is equal.
-fn difference(primary: &Server, replica: &Server) -> Result<Option<String>> {
-    match compare::same_data(primary, replica, COMPARE_TIME) {
+/// How a replica differs from its primary, or that it does not become equal in time; `None` if it is equal.
+fn difference(compared: remora_lab::Result<compare::Agreement>) -> Result<Option<String>> {
+    match compared {
         Ok(_) => Ok(None),
         Err(error @ (Error::Different(_) | Error::TooLate { .. })) => Ok(Some(error.to_string())),
         Err(error) => Err(error.into()),
