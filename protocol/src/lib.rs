@@ -407,7 +407,7 @@ mod tests {
             yields,
         });
         let snapshots = (option::of(generations()), bases(), option::of(savings()));
-        (texts, snapshots, vec(replicas(), 0..4), any::<[u64; 4]>(), option::of(uploads)).prop_map(
+        (texts, snapshots, vec(replicas(), 0..4), any::<[u64; 5]>(), option::of(uploads)).prop_map(
             |(
                 (source, server, role, preparing, last_failure),
                 (generation, base, saving),
@@ -415,8 +415,8 @@ mod tests {
                 numbers,
                 upload,
             )| {
-                let [snapshots_taken, snapshots_failed, replicas_done, bytes_served] = numbers;
-                let totals = Totals { snapshots_taken, snapshots_failed, replicas_done, bytes_served };
+                let [snapshots_taken, snapshots_failed, forks, replicas_done, bytes_served] = numbers;
+                let totals = Totals { snapshots_taken, snapshots_failed, forks, replicas_done, bytes_served };
                 Message::Status(StatusReport {
                     source,
                     server,
