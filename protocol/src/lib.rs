@@ -585,7 +585,7 @@ mod tests {
     fn an_announced_list_takes_memory_only_as_its_items_arrive() {
         let (tag, mut payload) = encoded(&status(Vec::new()));
         // Behind the count: the totals, the length of an empty text, and the upload after its presence.
-        let count_at = payload.len() - 2 - 4 * 8 - 2 - (1 + 8 + 8 + 1);
+        let count_at = payload.len() - 2 - 5 * 8 - 2 - (1 + 8 + 8 + 1);
         payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16).to_le_bytes());
         assert!(matches!(Message::decode(tag, &payload), Err(DecodeError::Malformed(_))));
         payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16 + 1).to_le_bytes());
