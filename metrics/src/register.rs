@@ -259,6 +259,12 @@ families! {
     SNAPSHOTS = Counter "snapshots" ["result"], &[Source],
         "Snapshots since the source started, taken and failed",
         "`failed` grows: the source's log says why, often `client-output-buffer-limit` or memory for the fork";
+    FORKS = Counter "forks" [], &[Source],
+        "How often the server has forked for snapshots since the source started, failed ones included",
+        "It grows with every sync: `remora status` says which bases were passed over, and why";
+    BASE = Gauge "base" ["kind"], &[Source],
+        "1 for that from which a replica is made that joins now",
+        "`fork` although there is another base, or `none`: `remora status` says why";
     SYNCS_DONE = Counter "syncs_done" [], &[Source],
         "Replicas that ended in step with their primary", "";
     SERVED = Counter "served_bytes" [], &[Source],

@@ -31,7 +31,7 @@ pub fn report(replicas: Vec<ReplicaStatus>) -> StatusReport {
         stored_bytes: 234 << 20,
         compression: "zstd: --compress zstd; 25.0 % of the snapshot is stored".into(),
     };
-    let totals = Totals { snapshots_taken: 1, snapshots_failed: 0, replicas_done: 3, bytes_served: 1 << 30 };
+    let totals = Totals { snapshots_taken: 1, snapshots_failed: 0, forks: 1, replicas_done: 3, bytes_served: 1 << 30 };
     StatusReport {
         source: "0.1.0".into(),
         server: "redis://10.0.0.1:6379".into(),

@@ -61,6 +61,22 @@ codes!(BaseKind is "base" {
 });
 
 impl BaseKind {
+    /// All names, as reports and metrics have them.
+    pub const NAMES: [&str; 7] = ["snapshot", "copy", "backup", "file", "sweep", "fork", "none"];
+
+    /// Its name among them.
+    pub fn name(self) -> &'static str {
+        match self {
+            BaseKind::Snapshot => "snapshot",
+            BaseKind::Copy => "copy",
+            BaseKind::Backup => "backup",
+            BaseKind::File => "file",
+            BaseKind::Sweep => "sweep",
+            BaseKind::Fork => "fork",
+            BaseKind::None => "none",
+        }
+    }
+
     /// What it is, for people.
     pub fn words(self) -> &'static str {
         match self {

@@ -407,7 +407,7 @@ mod tests {
             yields,
         });
         let snapshots = (option::of(generations()), bases(), option::of(savings()));
-        (texts, snapshots, vec(replicas(), 0..4), any::<[u64; 4]>(), option::of(uploads)).prop_map(
+        (texts, snapshots, vec(replicas(), 0..4), any::<[u64; 5]>(), option::of(uploads)).prop_map(
             |(
                 (source, server, role, preparing, last_failure),
                 (generation, base, saving),
@@ -415,8 +415,8 @@ mod tests {
                 numbers,
                 upload,
             )| {
-                let [snapshots_taken, snapshots_failed, replicas_done, bytes_served] = numbers;
-                let totals = Totals { snapshots_taken, snapshots_failed, replicas_done, bytes_served };
+                let [snapshots_taken, snapshots_failed, forks, replicas_done, bytes_served] = numbers;
+                let totals = Totals { snapshots_taken, snapshots_failed, forks, replicas_done, bytes_served };
                 Message::Status(StatusReport {
                     source,
                     server,
@@ -585,7 +585,7 @@ mod tests {
     fn an_announced_list_takes_memory_only_as_its_items_arrive() {
         let (tag, mut payload) = encoded(&status(Vec::new()));
         // Behind the count: the totals, the length of an empty text, and the upload after its presence.
-        let count_at = payload.len() - 2 - 4 * 8 - 2 - (1 + 8 + 8 + 1);
+        let count_at = payload.len() - 2 - 5 * 8 - 2 - (1 + 8 + 8 + 1);
         payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16).to_le_bytes());
         assert!(matches!(Message::decode(tag, &payload), Err(DecodeError::Malformed(_))));
         payload[count_at..count_at + 2].copy_from_slice(&(MAX_REPLICAS as u16 + 1).to_le_bytes());

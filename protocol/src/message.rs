@@ -1161,10 +1161,12 @@ pub struct Totals {
     pub snapshots_taken: u64,
     /// Attempts to take a snapshot that failed, before or after it began.
     pub snapshots_failed: u64,
+    /// How often the server has forked for a snapshot, failed ones included.
+    pub forks: u64,
     /// Replicas that finished successfully.
     pub replicas_done: u64,
     /// Bytes of tables that replicas have read.
     pub bytes_served: u64,
 }
 
-record!(Totals { snapshots_taken: u64, snapshots_failed: u64, replicas_done: u64, bytes_served: u64 });
+record!(Totals { snapshots_taken: u64, snapshots_failed: u64, forks: u64, replicas_done: u64, bytes_served: u64 });

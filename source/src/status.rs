@@ -4,7 +4,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use remora_fabric::tcp::Upload;
 use remora_protocol::{
-    Advance, GenerationState, GenerationStatus, Phase, ReplicaStatus, StatusReport, Totals, UploadStatus,
+    Advance, BaseKind, GenerationState, GenerationStatus, Phase, ReplicaStatus, StatusReport, Totals, UploadStatus,
 };
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -39,6 +39,7 @@ pub(super) fn report(source: &Source) -> StatusReport {
         totals: Totals {
             snapshots_taken: status.snapshots_taken,
             snapshots_failed: status.failures.total(),
+            forks: status.forks_made,
             replicas_done: status.replicas_done,
             bytes_served: source.exports.bytes_served(),
         },
@@ -220,6 +221,8 @@ fn show(families: &mut Families, report: &StatusReport, facts: Option<&Facts>, r
     show_primary(families, report, facts, rate);
     let totals = &report.totals;
     families.counters(&all::SNAPSHOTS, [(["taken"], totals.snapshots_taken), (["failed"], totals.snapshots_failed)]);
+    families.counter(&all::FORKS, totals.forks);
+    families.states(&all::BASE, BaseKind::NAMES, Some(report.base.kind.name()));
     families.counter(&all::SYNCS_DONE, totals.replicas_done);
     families.counter(&all::SERVED, totals.bytes_served);
     if let Some(upload) = &report.upload {
@@ -326,7 +329,7 @@ mod tests {
             preparing: String::new(),
             saving: None,
             replicas: Vec::new(),
-            totals: Totals { snapshots_taken: 2, ..Totals::default() },
+            totals: Totals { snapshots_taken: 2, forks: 1, ..Totals::default() },
             last_failure: String::new(),
             upload: None,
         };
@@ -338,6 +341,9 @@ mod tests {
             "remora_snapshot_state{state=\"none\"} 1.0",
             "remora_snapshots_total{result=\"taken\"} 2",
             "remora_replicas{phase=\"waiting\"} 0.0",
+            "remora_forks_total 1\n",
+            "remora_base{kind=\"fork\"} 0.0",
+            "remora_base{kind=\"none\"} 1.0",
             "remora_source_server_info{server=\"redis://10.0.0.1:6379\",role=\"primary\"} 1",
         ] {
             assert!(text.contains(line), "{line}: {text}");

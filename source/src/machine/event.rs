@@ -363,6 +363,8 @@ pub struct Status<'a> {
     pub replicas: &'a BTreeMap<Session, Replica>,
     /// Snapshots that were whole.
     pub snapshots_taken: u64,
+    /// How often the primary has forked for one, failed ones included.
+    pub forks_made: u64,
     /// Replicas that were handed over.
     pub replicas_done: u64,
     /// Snapshots that failed.

@@ -86,6 +86,7 @@ pub struct Machine {
     /// The writer may reuse the slots of the current snapshot below this one.
     retire_below: u64,
     snapshots_taken: u64,
+    forks_made: u64,
     replicas_done: u64,
     /// A replica that read the current memory disconnected before it confirmed that its server had loaded everything.
     /// Pages that it passed to its server's socket may still be read after it has exited.
@@ -115,6 +116,7 @@ impl Machine {
             failures: Failures::default(),
             retire_below: 0,
             snapshots_taken: 0,
+            forks_made: 0,
             replicas_done: 0,
             unfinished: false,
         }
@@ -127,6 +129,7 @@ impl Machine {
             stream: self.stream,
             replicas: &self.replicas,
             snapshots_taken: self.snapshots_taken,
+            forks_made: self.forks_made,
             replicas_done: self.replicas_done,
             failures: &self.failures,
             forks: &self.forks,
@@ -262,6 +265,7 @@ impl Machine {
             // Perhaps for a capture that has ended meanwhile, or for a stream that the primary did not continue.
             CaptureEvent::Forked { generation } => {
                 self.forks.forked();
+                self.forks_made += 1;
                 if let Some(snapshot) = self.current(generation) {
                     snapshot.forked = Some(now);
                 }

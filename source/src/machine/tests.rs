@@ -1032,6 +1032,7 @@ fn a_standby_serves_copies_under_their_own_numbers_and_asks_its_server_for_nothi
     bench.progress(1, Phase::Stay, 9);
     assert_eq!(begins(&bench.event(Event::Copied { generation: 5001 })), Some((5001, false)));
     assert_eq!(bench.machine.forks.why_not(), None, "its server has not forked");
+    assert_eq!(bench.machine.status().forks_made, 0);
     // A reader that comes from the first source with a part of it, whatever the format of its server.
     bench.journal_at(11, 100);
     bench.started(5001, replid(1), 60);
