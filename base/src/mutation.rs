@@ -108,6 +108,8 @@ pub enum Mutation {
     AheadTakenBack,
     /// An old primary that has forgotten its new role is left as it is.
     ForgottenRoleLeft,
+    /// A switch has the old one follow although a switch back has made it the primary.
+    SuccessorDemoted,
     /// What a former switch has sent is carried out while another one goes on.
     PredecessorHeard,
     /// A switch makes an old primary one again that another switch has taken over.

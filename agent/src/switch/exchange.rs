@@ -266,6 +266,10 @@ enum Phase {
     Following {
         until: Instant,
     },
+    /// The old one is a primary again. It has forgotten that it has stepped down if the new one is a primary, too.
+    Forgotten {
+        until: Instant,
+    },
 }
 
 /// Two servers on their way to change their roles.
@@ -341,6 +345,7 @@ impl Exchange {
                 _ => Step::End(end),
             },
             Phase::Following { until } => self.following(now, until, answer),
+            Phase::Forgotten { until } => self.forgotten(now, until, answer),
         }
     }
 
@@ -556,11 +561,29 @@ impl Exchange {
             _ if now >= until => ends(Follower::NotYet),
             // The run that bears another mark has it follow.
             Answer::Seen(Seen { mark, .. }) if mark == Some(self.mark) => Step::Do(Order::Follow),
-            // It was restarted, and has forgotten that it has stepped down.
-            Answer::Seen(Seen { role: Some(Role::Primary), .. }) if !Mutation::ForgottenRoleLeft.is_active() => {
+            Answer::Seen(Seen { role: Some(Role::Primary), .. }) if Mutation::SuccessorDemoted.is_active() => {
                 Step::Do(Order::Follow)
             }
+            Answer::Seen(Seen { role: Some(Role::Primary), .. }) if !Mutation::ForgottenRoleLeft.is_active() => {
+                self.phase = Phase::Forgotten { until };
+                Step::Do(Order::Look(Side::New))
+            }
             Answer::Seen(_) | Answer::SteppedDown(_) | Answer::Done => Step::Wait(RETRY),
+        }
+    }
+
+    /// The old one says that it is a primary. It was restarted and has forgotten that it has stepped down, or a switch
+    /// back has made it one. If it followed the new one then, there would be no primary.
+    fn forgotten(&mut self, now: Instant, until: Instant, answer: Answer) -> Step {
+        match answer {
+            Answer::Seen(Seen { role: Some(Role::Primary), .. }) => {
+                self.phase = Phase::Following { until };
+                Step::Do(Order::Follow)
+            }
+            Answer::Seen(_) => Step::End(End::Open(Open::Another)),
+            _ if now >= until => Step::End(End::Switched { pause: self.pause, follower: Follower::NotYet }),
+            Answer::Waited => Step::Do(Order::Look(Side::New)),
+            Answer::SteppedDown(_) | Answer::Done | Answer::Refused | Answer::Lost => Step::Wait(RETRY),
         }
     }
 }
@@ -665,7 +688,7 @@ pub(crate) enum Standing {
 /// says.
 pub(crate) fn judge(old: &Facts, new: &Facts, old_follows: bool) -> Standing {
     let refused = |why: &str| Standing::Refused(why.to_owned());
-    let is_nowhere = old.link.as_ref().is_some_and(|link| link.host == NOWHERE);
+    let [is_nowhere, is_turned] = [old, new].map(|facts| facts.link.as_ref().is_some_and(|link| link.host == NOWHERE));
     let same_history = old.replid.is_some() && old.replid == new.replid;
     if old.run_id.is_some() && old.run_id == new.run_id {
         return refused("both addresses lead to the same server");
@@ -674,6 +697,12 @@ pub(crate) fn judge(old: &Facts, new: &Facts, old_follows: bool) -> Standing {
         return refused("they are in cluster mode: send CLUSTER FAILOVER to the new one");
     }
     match (old.role, new.role) {
+        (_, Some(Role::Replica)) if is_turned => {
+            return refused(
+                "it has stepped down in a switch the other way that has ended there: call that one again, which finishes or undoes \
+                 it",
+            );
+        }
         (Some(Role::Primary), Some(Role::Replica)) => {}
         (Some(Role::Replica), Some(_)) if is_nowhere => return Standing::Between,
         (Some(Role::Replica), Some(Role::Primary)) if same_history || old_follows => return Standing::Switched,
@@ -946,6 +975,25 @@ mod tests {
     }
 
     #[test]
+    fn an_old_one_that_is_a_primary_again_follows_only_while_the_new_one_is_one_too() {
+        let promoted = || {
+            let mut played = Played::stepped_down();
+            played.does(replica(7), Step::Do(Order::Promote)).does(Answer::Done, Step::Do(Order::Release));
+            played.does(Answer::Done, Step::Do(Order::Look(Side::Old)));
+            played.does(primary(7), Step::Do(Order::Look(Side::New)));
+            played
+        };
+        // It was restarted.
+        promoted().does(primary(9), Step::Do(Order::Follow)).does(Answer::Done, Step::Wait(RETRY));
+        // A switch back has promoted it.
+        promoted().does(replica(9), Step::End(End::Open(Open::Another)));
+        let mut lost = promoted();
+        lost.does(Answer::Lost, Step::Wait(RETRY)).does(Answer::Waited, Step::Do(Order::Look(Side::New)));
+        let not_yet = End::Switched { pause: Duration::ZERO, follower: Follower::NotYet };
+        lost.after(FOLLOW_LIMIT).does(Answer::Lost, Step::End(not_yet));
+    }
+
+    #[test]
     fn a_replica_that_is_behind_in_the_end_leaves_the_old_one_the_primary() {
         let mut played = Played::new();
         played.does(Answer::Done, Step::Do(Order::Look(Side::Old))).does(primary(7), Step::Do(Order::Look(Side::New)));
@@ -1054,6 +1102,13 @@ mod tests {
         assert_eq!(judge(&new, &old, false), Standing::Switched);
         assert!(matches!(judge(&old, &old, false), Standing::Refused(why) if why.contains("same server")));
         type Change = fn(&mut Facts, &mut Facts);
+        let turned = |new: &mut Facts| new.link.iter_mut().for_each(|link| link.host = NOWHERE.into());
+        let (mut old, mut new) = pair();
+        turned(&mut new);
+        for role in [Role::Primary, Role::Replica] {
+            old.role = Some(role);
+            assert!(matches!(judge(&old, &new, false), Standing::Refused(why) if why.contains("the other way")));
+        }
         let changed: [(Change, &str); 6] = [
             (|old, _| old.cluster_enabled = Some(true), "CLUSTER FAILOVER"),
             (|_, new| new.role = Some(Role::Primary), "not its replica"),

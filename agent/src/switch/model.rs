@@ -38,6 +38,10 @@ const MAX_PAUSE: u64 = 2 * SECOND;
 const CLIENT_LIMIT: u64 = 2_500 * MILLI;
 /// Clients find the new primary within that, once it is one.
 const SETTLES: u64 = 5 * SECOND;
+/// Within that a switch that was called again is over.
+const FINISHES: u64 = 8 * SECOND;
+/// What befalls a run next, after it has sent an order to follow.
+const STANDS_STILL: u64 = u64::MAX - 1;
 /// How often the command may be called after the faults until its work is done.
 const MOST_RUNS: u32 = 12;
 /// Nothing lasts longer.
@@ -169,6 +173,8 @@ struct Connection {
 /// One call of the command.
 struct Run {
     exchange: Option<Exchange>,
+    /// It has the ends exchanged: the old server is to become the primary.
+    turned: bool,
     mark: Mark,
     looked: [bool; 2],
     /// What the last step waits for.
@@ -216,9 +222,13 @@ pub(super) struct World {
     notes_roles: bool,
     /// What befalls the first run at a step where it matters most.
     theme: u64,
+    /// The second agent wants the opposite.
+    opposite: bool,
     /// A server has forgotten its role, or a Sentinel has changed one: what follows is not the switch's.
     excused: bool,
     by_sentinel: bool,
+    /// The second agent was at work, and wanted the opposite.
+    is_opposed: bool,
     /// A primary was restarted, and began another history.
     began_another: bool,
     pub(super) counts: BTreeMap<&'static str, u64>,
@@ -266,8 +276,9 @@ impl World {
         let client = Client { at: OLD, writes: None };
         let every = MILLI * (2 + draw.below(20));
         let faults_until = 1 + draw.below(FAULTS_UNTIL);
-        let (keeps_links, notes_roles, theme) = (draw.below(2) == 0, draw.below(4) != 0, draw.below(6));
+        let (keeps_links, notes_roles, theme) = (draw.below(2) == 0, draw.below(4) != 0, draw.below(8));
         let notes_roles = notes_roles && !matches!(theme, 3 | 4);
+        let opposite = draw.below(2) == 0;
         let mut world = World {
             draw,
             began: Instant::now(),
@@ -288,8 +299,10 @@ impl World {
             keeps_links,
             notes_roles,
             theme,
+            opposite,
             excused: false,
             by_sentinel: false,
+            is_opposed: false,
             began_another: false,
             counts: BTreeMap::new(),
             finding: None,
@@ -300,7 +313,7 @@ impl World {
         world.after(SECOND, Happens::Pings);
         let begins = world.draw.below(200 * MILLI);
         world.after(begins, Happens::AgentRuns(0));
-        if world.draw.below(3) == 0 {
+        if world.draw.below(2) == 0 {
             let delay = begins + world.either(2, 20 * MILLI, 2 * SECOND);
             world.after(delay, Happens::AgentRuns(1));
         }
@@ -375,7 +388,13 @@ impl World {
             Happens::Sentinel => self.sentinel_promotes(),
             Happens::SentinelCorrects => self.sentinel_corrects(),
             Happens::Over if self.runs.iter().any(Option::is_some) => self.after(SECOND, Happens::Over),
-            Happens::Over => self.is_over = true,
+            Happens::Over => match self.ended_between() {
+                Some(agent) => {
+                    self.after(0, Happens::AgentRuns(agent));
+                    self.after(FINISHES, Happens::Over);
+                }
+                None => self.is_over = true,
+            },
         }
     }
 
@@ -678,11 +697,12 @@ impl World {
         let (waits_for, connections) = (None, [None; 2]);
         self.next += 1;
         let token = self.next;
-        let (exchange, looked) = (None, [false; 2]);
+        let (exchange, looked, turned) = (None, [false; 2], who == 1 && self.opposite);
         self.marks += 1;
         let mark = self.marks;
         self.runs[who] = Some(Run {
             exchange,
+            turned,
             mark,
             looked,
             token,
@@ -694,8 +714,13 @@ impl World {
             released: false,
             is_disturbed: false,
         });
+        self.is_opposed |= turned;
         if self.runs.iter().all(Option::is_some) {
-            self.count("two switches at the same time");
+            self.count(if self.opposite {
+                "two opposite switches at the same time"
+            } else {
+                "two switches at the same time"
+            });
             self.runs.iter_mut().flatten().for_each(|run| run.is_disturbed = true);
         }
         if self.draw.below(10) == 0 {
@@ -708,11 +733,16 @@ impl World {
         }
     }
 
+    /// The server that an agent means by a side.
+    fn at(&self, who: usize, side: Side) -> usize {
+        let turned = self.runs[who].as_ref().is_some_and(|run| run.turned);
+        usize::from((side == Side::New) != turned)
+    }
+
     /// Sends an order, over a new connection if there is none. Returns whether the server can be reached at all.
     fn tells(&mut self, token: u64, order: Order) -> bool {
-        let at = usize::from(order.to() == Side::New);
         let Some(who) = self.whose(token) else { return false };
-        let from = AGENT + who;
+        let (at, from) = (self.at(who, order.to()), AGENT + who);
         let (run, is_up, is_cut) = (self.servers[at].run, self.servers[at].is_up, self.cut(from, at).is_some());
         self.next += 1;
         let id = self.next;
@@ -740,8 +770,9 @@ impl World {
         if run.looked != [true; 2] {
             return;
         }
-        let (old, new) = (self.facts(OLD), self.facts(NEW));
-        let old_follows = !self.servers[OLD].is_primary && self.servers[OLD].follows;
+        let [at_old, at_new] = [Side::Old, Side::New].map(|side| self.at(who, side));
+        let (old, new) = (self.facts(at_old), self.facts(at_new));
+        let old_follows = !self.servers[at_old].is_primary && self.servers[at_old].follows;
         let standing = judge(&old, &new, old_follows);
         let limit = Duration::from_micros(MAX_PAUSE);
         let (exchange, step) = match standing {
@@ -756,6 +787,10 @@ impl World {
             }
             Standing::Refused(_) | Standing::Later(_) => {
                 self.count("a run is refused");
+                let other = &self.servers[at_new];
+                if self.opposite && who == 0 && !other.is_primary && !other.follows {
+                    return self.finishes_the_other(who);
+                }
                 return self.runs_again(who);
             }
         };
@@ -785,6 +820,7 @@ impl World {
     fn steps(&mut self, who: usize, step: Step) {
         self.next += 1;
         let token = self.next;
+        let [old, new] = [Side::Old, Side::New].map(|side| self.at(who, side));
         let Some(run) = &mut self.runs[who] else { return };
         (run.token, run.waits_for) = (token, None);
         match step {
@@ -804,7 +840,7 @@ impl World {
                     // The new server cannot be reached from when the old one has stepped down, or when it is promoted.
                     (Order::StepDown(_), 0) | (Order::Promote, 1) => {
                         self.theme = u64::MAX;
-                        self.cuts_for(NEW, AGENT + who, lasts);
+                        self.cuts_for(new, AGENT + who, lasts);
                     }
                     // The pause is over before the old one steps down, and the new one does not get what is written
                     // then.
@@ -816,12 +852,28 @@ impl World {
                     // A server comes back without its new role.
                     (Order::Release, 3) => {
                         self.theme = u64::MAX;
-                        self.crashes(OLD);
+                        self.crashes(old);
                     }
                     (Order::Follow, 4) => {
                         self.theme = u64::MAX;
-                        self.crashes(NEW);
+                        self.crashes(new);
                         return self.dies(who);
+                    }
+                    // The agent stands still before it looks whether the old one follows.
+                    (Order::Follow, 7) => self.theme = STANDS_STILL,
+                    (Order::Look(Side::Old), STANDS_STILL) => {
+                        self.theme = u64::MAX;
+                        self.count("the agent stands still");
+                        let delay = self.draw.below(4 * SECOND);
+                        return self.after(delay, Happens::Sends(token, order));
+                    }
+                    // Nobody calls a switch back again that has ended between its steps.
+                    (Order::StepDown(_), 6) if self.runs[who].as_ref().is_some_and(|run| run.turned) => {
+                        self.theme = u64::MAX;
+                        self.orders(token, order);
+                        self.count("the agent is killed");
+                        self.runs[who] = None;
+                        return;
                     }
                     _ => {}
                 }
@@ -864,7 +916,7 @@ impl World {
 
     /// Something befalls a run just before it sends an order. Returns whether the order is sent later.
     fn trouble(&mut self, who: usize, order: Order, token: u64) -> bool {
-        let at = usize::from(order.to() == Side::New);
+        let at = self.at(who, order.to());
         match self.draw.below(8) {
             0 => self.crashes(at),
             1 => self.crashes(1 - at),
@@ -884,7 +936,7 @@ impl World {
     fn is_lost_in_a_cut(&mut self, who: usize) -> bool {
         let is_lost = self.now <= self.faults_until + 4 * SECOND && self.draw.below(2) == 0;
         if is_lost {
-            self.cuts(OLD, AGENT + who);
+            self.cuts(self.at(who, Side::Old), AGENT + who);
         }
         is_lost
     }
@@ -902,10 +954,12 @@ impl World {
 
     fn is_unanswered(&mut self, token: u64) {
         let Some(who) = self.whose(token) else { return };
+        let waits_for = self.runs[who].as_ref().and_then(|run| run.waits_for);
+        let at = waits_for.map_or(OLD, |order| self.at(who, order.to()));
         let Some(run) = &mut self.runs[who] else { return };
-        match run.waits_for {
-            Some(order) => {
-                run.connections[usize::from(order.to() == Side::New)] = None;
+        match waits_for {
+            Some(_) => {
+                run.connections[at] = None;
                 self.count("an order gets no answer");
                 self.hears(token, Answer::Lost);
             }
@@ -924,6 +978,22 @@ impl World {
             let delay = MILLI + self.draw.below(SECOND);
             self.after(delay, Happens::AgentRuns(who));
         }
+    }
+
+    /// The agent whose switch has left no primary, where the two want the opposite.
+    fn ended_between(&self) -> Option<usize> {
+        let is_left = self.is_opposed && !self.excused && !self.servers.iter().any(|server| server.is_primary);
+        let stepped_down = |server: &Server| !server.is_primary && !server.follows;
+        is_left.then(|| self.servers.iter().position(stepped_down)).flatten()
+    }
+
+    /// A switch the other way has ended between its steps, and the command has said that it is to be called again.
+    fn finishes_the_other(&mut self, who: usize) {
+        self.count("a switch the other way is finished first");
+        self.runs[who] = None;
+        let delay = MILLI + self.draw.below(SECOND);
+        self.after(delay, Happens::AgentRuns(1 - who));
+        self.after(delay + FINISHES, Happens::AgentRuns(who));
     }
 
     fn is_done(&mut self, who: usize) {
@@ -991,16 +1061,21 @@ impl World {
 
     // What must hold.
 
-    /// Never are there two primaries, whether they accept writes or not.
+    /// Never are there two primaries, whether they accept writes or not. Never do both follow each other: no command
+    /// would go on from there.
     fn check(&mut self) {
         if self.servers.iter().all(|server| server.is_primary) && !self.excused {
             self.finds("both servers are primaries");
+        }
+        if self.servers.iter().all(|server| !server.is_primary && server.follows) && !self.excused {
+            self.finds("the servers follow each other");
         }
     }
 
     /// What a run says at its end is true.
     fn reports(&mut self, who: usize, end: End) {
-        let [old, new] = [&self.servers[OLD], &self.servers[NEW]];
+        let at = |side| self.at(who, side);
+        let [old, new] = [Side::Old, Side::New].map(|side| &self.servers[at(side)]);
         let (released, is_disturbed) =
             self.runs[who].as_ref().map_or((false, false), |run| (run.released, run.is_disturbed));
         let waits = old.paused_until.saturating_sub(self.now);
@@ -1020,7 +1095,7 @@ impl World {
             }
             End::Undone { .. } if waits > MAX_PAUSE => Some("writes wait for longer than they may"),
             End::Undone { why: Why::NotInTime | Why::Signal, .. }
-                if old.is_up && !released && waits > 0 && self.cut(OLD, AGENT + who).is_none() =>
+                if old.is_up && !released && waits > 0 && self.cut(at(Side::Old), AGENT + who).is_none() =>
             {
                 Some("writes wait though the switch was undone")
             }
@@ -1037,18 +1112,22 @@ impl World {
         }
     }
 
-    /// When all is over, the new server is the primary, takes writes, and has all that were acknowledged.
+    /// When all is over, the new server is the only primary, takes writes, and has all that were acknowledged. If
+    /// another agent wanted the opposite, either of the two may be the primary.
     fn at_the_end(&mut self) {
         if self.finding.is_some() || self.excused {
             return;
         }
-        let [old, new] = [&self.servers[OLD], &self.servers[NEW]];
+        let [mut old, mut new] = [&self.servers[OLD], &self.servers[NEW]];
+        if self.is_opposed && old.is_primary {
+            (old, new) = (new, old);
+        }
         let has: std::collections::BTreeSet<u64> = new.log.iter().copied().collect();
         let lost = self.acknowledged.iter().filter(|id| !has.contains(id)).count();
         if lost > 0 {
             self.finds(&format!("{lost} acknowledged writes are lost"));
         } else if !new.is_primary || old.is_primary {
-            self.finds("the new server is not the only primary in the end");
+            self.finds("there is not one primary, the right one, in the end");
         } else if self.last_acknowledged + SETTLES < self.now + SECOND {
             self.finds("no writes are acknowledged in the end");
         }
@@ -1104,6 +1183,8 @@ mod tests {
             "a Sentinel promotes the new one",
             "a full copy",
             "two switches at the same time",
+            "two opposite switches at the same time",
+            "a switch the other way is finished first",
         ];
         all.iter().for_each(|what| assert!(reached.contains_key(what), "{what} was not reached"));
     }
@@ -1136,6 +1217,11 @@ mod tests {
     fn an_old_primary_that_is_one_after_the_promotion_is_found() {
         is_found(Mutation::PromotedFirst, "both servers are primaries");
         is_found(Mutation::ForgottenRoleLeft, "is left a primary");
+    }
+
+    #[test]
+    fn a_primary_that_a_switch_back_has_made_and_that_is_made_to_follow_is_found() {
+        is_found(Mutation::SuccessorDemoted, "follow each other");
     }
 
     #[test]

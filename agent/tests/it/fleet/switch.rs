@@ -100,6 +100,35 @@ fn two_switches_at_the_same_time_leave_one_primary_and_lose_no_write() {
     }
 }
 
+/// Two operators want the opposite at the same time.
+#[test]
+#[ignore = "long: make test-all"]
+fn two_opposite_switches_at_the_same_time_leave_one_primary_and_lose_no_write() {
+    let stage = Stage::new();
+    for kind in require::kinds() {
+        let (one, other) = pair(kind);
+        let writer = PairWriter::start([&one, &other], 500);
+        writer.wait_for_more(100, LONG).unwrap();
+        for _ in 0..10 {
+            let both = [(&one, &other), (&other, &one)].map(|(from, to)| [from.url(), to.url()]);
+            let start = |[from, to]: &[String; 2]| stage.start(None, &["switch", "--from", from, "--to", to]);
+            let mut agents = [start(&both[0]), start(&both[1])];
+            let said = agents.each_mut().map(|agent| {
+                agent.wait(LONG).unwrap();
+                agent.output()
+            });
+            let mut roles = roles([&one, &other]);
+            roles.sort();
+            assert_eq!(roles, ["master", "slave"], "{said:#?}");
+            writer.wait_for_more(50, LONG).unwrap();
+        }
+        let acknowledged = writer.stop();
+        let (primary, replica) = if roles([&one, &other])[0] == "master" { (one, other) } else { (other, one) };
+        assert_has_all(&primary, acknowledged).unwrap();
+        assert_same_content(&primary, &replica);
+    }
+}
+
 /// Has a replica execute nothing of what its primary sends.
 fn hold(replica: &Server) {
     replica.client().unwrap().ok(&["CLIENT", "PAUSE", "120000", "WRITE"]).unwrap();
@@ -182,6 +211,7 @@ fn a_switch_that_ended_between_its_steps_is_finished_or_undone_by_the_same_comma
                 .unwrap();
             }
             old.client().unwrap().ok(&["REPLICAOF", "192.0.2.1", "1"]).unwrap();
+            says(&switch(&stage, &new, &old, &[], 3), &["a switch the other way", "call that one again"]);
             says(&switch(&stage, &old, &new, &["--dry-run"], 0), &["has stepped down", "nothing was changed"]);
             let said = switch(&stage, &old, &new, &[], if is_behind { 18 } else { 0 });
             let (wanted, holder) = if is_behind { (["master", "slave"], &old) } else { (["slave", "master"], &new) };
