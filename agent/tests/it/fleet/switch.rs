@@ -258,6 +258,12 @@ fn what_cannot_change_its_role_is_refused_before_anything_is_changed() {
         says(&switch(&stage, &old, &new, &[], 3), &["replica-read-only"]);
         new.configure("replica-read-only", "yes").unwrap();
 
+        // As a primary it would remove keys as soon as a client writes.
+        new.configure("maxmemory-policy", "allkeys-lru").unwrap();
+        new.configure("maxmemory", "100kb").unwrap();
+        says(&switch(&stage, &old, &new, &[], 3), &["maxmemory is 100 KiB (allkeys-lru)", "raise maxmemory"]);
+        new.configure("maxmemory", "0").unwrap();
+
         // The old one could not log in where it is to follow.
         new.configure("requirepass", "secret").unwrap();
         let file = stage.secret("password", "secret");
