@@ -637,6 +637,7 @@ pub(super) async fn look(args: &SwitchArgs) -> Result<Found, Failure> {
         if let Some(why) = lacks_room(&of_old, &new.info("memory").await?) {
             return Err(Failure::refused(format!("{} {why}; raise maxmemory there first", to.url())));
         }
+        refuse_what_would_take_no_writes(&mut new, &of_new).await?;
         let ports = ports_of(&mut new, &of_new).await?;
         listed = match &args.to_address {
             Some(named) => named_in(&before, named),
@@ -787,6 +788,26 @@ fn lacks_room(old: &Facts, memory: &Info) -> Option<String> {
     let would = if policy == "noeviction" { "refuse writes" } else { "remove keys" };
     let (used, limit) = (Size::bytes(used), Size::bytes(limit));
     Some(format!("uses {used}, and its maxmemory is {limit} ({policy}): it would {would} as soon as it is the primary"))
+}
+
+/// Refuses a replica that would take no writes as a primary. The old primary will follow it, and its own replicas do.
+async fn refuse_what_would_take_no_writes(new: &mut Client, facts: &Facts) -> Result<(), Failure> {
+    let url = new.server().url().to_string();
+    let mut needed = 0;
+    for name in ["min-replicas-to-write", "min-slaves-to-write"] {
+        match new.config_get(name).await {
+            Err(error) if error.refusal().is_none() => return Err(error.into()),
+            value => needed = value.ok().flatten().and_then(|count| count.parse().ok()).unwrap_or(needed),
+        }
+    }
+    let has = facts.connected_replicas.unwrap_or(0).saturating_add(1);
+    if needed > has {
+        return Err(Failure::refused(format!(
+            "{url} would take no writes: its min-replicas-to-write is {needed}, and it would have {}; lower it there first",
+            counted(has, "replica")
+        )));
+    }
+    Ok(())
 }
 
 /// Whether a replica is known to follow the old primary itself, and not another one of its replicas: the address that
