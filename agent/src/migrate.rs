@@ -31,7 +31,7 @@ use crate::args::{GlobalArgs, HostPort, MigrateArgs, TokenAction, TokenCommandAr
 use crate::exit::{Code, Failure};
 use crate::server::{Client, Facts, Role, ServerError, ServerUrl, Task};
 use crate::signals::{CHILD_OF, Signals, until_signal};
-use crate::units::counted;
+use crate::units::{Size, counted};
 use crate::{events, progress};
 
 /// Runs `remora migrate`.
@@ -393,6 +393,14 @@ async fn between(
     let missing = of_old.modules_missing_at(of_new);
     if !missing.is_empty() {
         lines.push(format!("modules that the new server lacks: {}", printable(&missing.join(", "))));
+    }
+    if let Some((data, limit)) = of_old.used_memory_dataset.zip(of_new.maxmemory).filter(|(_, limit)| *limit > 0)
+        && data > limit
+    {
+        let (data, limit) = (Size::bytes(data), Size::bytes(limit));
+        lines.push(format!(
+            "maxmemory of the new server is {limit}, and the old one has {data} of data: raise it before a switch"
+        ));
     }
     if let (Some(here), Some(there)) = (users(old).await?, users(new).await?) {
         let missing: Vec<_> = here.difference(&there).cloned().collect();

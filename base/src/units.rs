@@ -69,18 +69,22 @@ impl Serialize for Size {
     }
 }
 
-/// Parses a time: `500ms`, `90s`, `15m`, `1h`, `2d`. A plain number means seconds.
+/// The longest time that can be given, a hundred years: a clock's moment and such a time always have a sum.
+const TIME_MAX: Duration = Duration::from_secs(36_500 * 86_400);
+
+/// Parses a time: `500ms`, `90s`, `15m`, `1h`, `2d`, of [`TIME_MAX`] at most. A plain number means seconds.
 pub fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     let (number, suffix) = number_and_suffix(text)?;
+    let is_short = |time: &Duration| *time <= TIME_MAX;
     let seconds_each = match suffix.to_ascii_lowercase().as_str() {
-        "ms" => return Ok(Duration::from_millis(number)),
+        "ms" => return Some(Duration::from_millis(number)).filter(is_short).ok_or(UnitError::TooLong),
         "" | "s" => 1,
         "m" | "min" => 60,
         "h" => 3600,
         "d" => 86_400,
         _ => return Err(UnitError::TimeSuffix(suffix.to_owned())),
     };
-    number.checked_mul(seconds_each).map(Duration::from_secs).ok_or(UnitError::TooLarge)
+    number.checked_mul(seconds_each).map(Duration::from_secs).filter(is_short).ok_or(UnitError::TooLong)
 }
 
 /// Formats a time for people: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 10 min`.
@@ -126,7 +130,12 @@ pub fn parse_bit_rate(text: &str) -> Result<Size, UnitError> {
         "kbit" => 1_000,
         "mbit" => 1_000_000,
         "gbit" => 1_000_000_000,
-        _ => return text.parse().map_err(|_| UnitError::RateSuffix(suffix.to_owned())),
+        _ => {
+            return text.parse().map_err(|error| match error {
+                UnitError::SizeSuffix(suffix) => UnitError::RateSuffix(suffix),
+                other => other,
+            });
+        }
     };
     number.checked_mul(bits).map(|bits| Size(bits / 8)).ok_or(UnitError::TooLarge)
 }
@@ -140,6 +149,9 @@ pub enum UnitError {
     /// The number, or the number times its unit, exceeds 64 bits.
     #[error("the number is too large")]
     TooLarge,
+    /// The time exceeds a hundred years.
+    #[error("the time is too long: at most 36500d")]
+    TooLong,
     /// The unit of a size is unknown.
     #[error("unknown unit {0:?}: write a whole number, then KiB, MiB, GiB, TiB or nothing for bytes")]
     SizeSuffix(String),
@@ -286,6 +298,15 @@ mod tests {
     }
 
     #[test]
+    fn a_time_that_no_clock_could_be_set_to_is_refused() {
+        for text in ["36501d", "876001h", "18446744073709551615", "18446744073709551615ms", "18446744073709551615d"] {
+            assert_eq!(parse_duration(text), Err(UnitError::TooLong), "{text}");
+        }
+        let longest = parse_duration("36500d").unwrap();
+        assert!(std::time::Instant::now().checked_add(longest).is_some());
+    }
+
+    #[test]
     fn sizes_and_times_print_for_people() {
         assert_eq!(Size(12).to_string(), "12 B");
         assert_eq!(Size(4 << 30).to_string(), "4 GiB");
@@ -323,6 +344,8 @@ mod tests {
         assert_eq!([rate("100MiB"), rate("100MiB/s"), rate("8kbit")], [100 << 20, 100 << 20, 1000]);
         assert!(parse_bit_rate("10GB").is_err() && parse_bit_rate("99999999999999999999Gbit").is_err());
         assert_eq!(parse_bit_rate("99999999999Gbit"), Err(UnitError::TooLarge));
+        assert_eq!(parse_bit_rate("99999999999TiB"), Err(UnitError::TooLarge));
+        assert_eq!(parse_bit_rate(""), Err(UnitError::NoNumber));
     }
 
     #[test]

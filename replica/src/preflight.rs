@@ -347,6 +347,8 @@ pub(super) async fn primary(
             has_modules = !facts.modules_missing_at(&Facts::default()).is_empty();
             check_format(&facts, target, server.url())?;
             check_contents(&facts, target, server.url())?;
+            let has = databases_of(&mut client).await.map_err(refused)?;
+            check_later_databases(has, target, server.url())?;
             if let Some(conversion) = &target.conversion {
                 let ran = client.info("commandstats").await.map_err(refused)?;
                 conversion.check_commands(&ran, &facts, server.url())?;
@@ -460,6 +462,13 @@ pub(super) fn tls_of(given: TlsOptions, own: TlsOptions) -> TlsOptions {
 }
 
 fn check_identity(facts: &Facts, target: &Target, plan: &Offer, host: &str, port: u16) -> Result<(), Failure> {
+    // A server that is promoted begins a history of its own: a primary with that of another server is where it began.
+    if target.facts.role == Some(Role::Primary) && facts.replid.is_some() && facts.replid == target.facts.replid {
+        return Err(Failure::refused(format!(
+            "{host}:{port} follows the replica's own server, directly or through others: if that followed it, no server of theirs would \
+             take writes; name the servers the other way round, or another server (to exchange their roles: remora switch)"
+        )));
+    }
     if facts.run_id.is_some() && facts.run_id == target.facts.run_id {
         return Err(Failure::refused(format!(
             "{host}:{port}, where the primary should be, is the replica's own server; give the source the primary's address with \
@@ -624,6 +633,29 @@ fn check_databases(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<()
             highest + 1
         ))),
         _ => Ok(()),
+    }
+}
+
+/// Refuses a server that has fewer databases than the primary, whatever these hold now. It cannot select one that it
+/// lacks, and carries out in another one what clients write there: a `FLUSHDB` too.
+fn check_later_databases(primary: Option<u32>, target: &Target, url: &ServerUrl) -> Result<(), Failure> {
+    match (primary, target.databases) {
+        (Some(has), Some(count)) if has > count && target.facts.cluster_enabled != Some(true) => {
+            Err(Failure::refused(format!(
+                "the server {url} has {}, and the primary has {has}: what clients write to one that the server lacks would be carried \
+                 out in another one there; start the server with databases {has}",
+                counted(count, "database")
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// How many databases a server has (`databases`); `None` if it does not tell.
+async fn databases_of(client: &mut Client) -> Result<Option<u32>, ServerError> {
+    match client.config_get("databases").await {
+        Err(error) if error.refusal().is_some() => Ok(None),
+        count => Ok(count?.and_then(|count| count.parse().ok())),
     }
 }
 

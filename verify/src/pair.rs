@@ -65,6 +65,11 @@ impl Pair {
         tokio::try_join!(self.primary.select(database), self.replica.select(database)).map(drop)
     }
 
+    /// Whether each server has that database.
+    pub(super) async fn have(&mut self, database: u32) -> Result<(bool, bool), ServerError> {
+        tokio::try_join!(self.primary.has(database), self.replica.has(database))
+    }
+
     /// Whether a key of this database expires on either side, or did when the comparison began.
     pub(super) fn expires_in(&self, database: u32) -> bool {
         let both = self.primary.facts.databases.iter().chain(&self.replica.facts.databases);
@@ -155,6 +160,20 @@ impl Side {
         Ok(())
     }
 
+    /// Whether the server has that database: it has as many as its `databases` says.
+    async fn has(&mut self, database: u32) -> Result<bool, ServerError> {
+        match self.select(database).await {
+            Err(ServerError::Refused { text, .. }) if NO_DATABASE.iter().any(|words| text.contains(words)) => Ok(false),
+            selected => selected.map(|()| true),
+        }
+    }
+
+    /// How many keys that database had when the comparison began.
+    pub(super) fn keys_in(&self, database: u32) -> u64 {
+        let held = self.facts.databases.iter().find(|held| held.number == database);
+        held.map_or(0, |held| held.keys)
+    }
+
     pub(super) async fn offset(&mut self) -> Result<Option<u64>, ServerError> {
         Ok(Facts::from_info(&self.client.info("replication").await?).offset)
     }
@@ -243,6 +262,9 @@ fn is_since(facts: &Facts, redis: (u32, u32), valkey: (u32, u32)) -> bool {
     };
     facts.version.is_some_and(|version| version >= Version { major, minor, patch: 0 })
 }
+
+/// What servers say of a database that they do not have.
+const NO_DATABASE: [&str; 2] = ["DB index is out of range", "invalid DB index"];
 
 /// `verify` does not wait longer for a replica to catch up. The differences of a slower one are found by comparing
 /// again.

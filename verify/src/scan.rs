@@ -12,6 +12,7 @@ use remora_redis::resp::Frame;
 use super::look::{Expiry, Look, body_of_dump, look, scan_answer};
 use super::pair::{Abilities, CaughtUp, Pair, Side};
 use super::{Difference, Kind, Method, Report};
+use remora_base::units::counted;
 use remora_process::progress::Meter;
 use remora_server::{Pipeline, ServerError};
 
@@ -48,13 +49,34 @@ impl<'a> Scan<'a> {
 
     /// Scans one database of both servers.
     pub(super) async fn database(&mut self, database: u32) -> Result<(), ServerError> {
-        self.pair.select(database).await?;
+        let (primary_has, replica_has) = self.pair.have(database).await?;
+        if !primary_has || !replica_has {
+            self.lacking(database, replica_has);
+            return Ok(());
+        }
         self.report.databases += 1;
         self.keys_of_primary(database).await?;
         if self.report.method == Method::Values {
             self.keys_only_on_replica(database).await?;
         }
         Ok(())
+    }
+
+    /// Notes that only one of the servers has that database: all its keys are at that one alone.
+    fn lacking(&mut self, database: u32, is_at_the_replica: bool) {
+        let Pair { primary, replica, .. } = &*self.pair;
+        let (has, lacks) = if is_at_the_replica { (replica, primary) } else { (primary, replica) };
+        let keys = has.keys_in(database);
+        tracing::warn!(
+            "{} has no database {database} (databases), in which {} has {}",
+            lacks.url(),
+            has.url(),
+            counted(keys, "key")
+        );
+        let count = if is_at_the_replica { &mut self.report.extra } else { &mut self.report.missing };
+        *count += keys;
+        self.report.databases += 1;
+        self.meter.add(keys);
     }
 
     /// Settles the remaining suspects.

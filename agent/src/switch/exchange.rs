@@ -37,7 +37,7 @@ use crate::exit::{Code, Failure};
 use crate::server::own_changes::{Counted, OwnChanges};
 use crate::server::permission::{Permission, TO_REPLICATE};
 use crate::server::{Client, Credentials, Facts, Password, Role, Server, ServerError, Version};
-use crate::units::counted;
+use crate::units::{Size, counted};
 use remora_base::mutation::Mutation;
 use remora_redis::ReplId;
 use remora_redis::info::{Info, Replica};
@@ -634,6 +634,10 @@ pub(super) async fn look(args: &SwitchArgs) -> Result<Found, Failure> {
             refuse_sentinels(&mut old).await?;
         }
         refuse_an_inexact_replica(&mut new).await?;
+        if let Some(why) = lacks_room(&of_old, &new.info("memory").await?) {
+            return Err(Failure::refused(format!("{} {why}; raise maxmemory there first", to.url())));
+        }
+        refuse_what_would_take_no_writes(&mut new, &of_new).await?;
         let ports = ports_of(&mut new, &of_new).await?;
         listed = match &args.to_address {
             Some(named) => named_in(&before, named),
@@ -767,6 +771,41 @@ async fn refuse_an_inexact_replica(new: &mut Client) -> Result<(), Failure> {
     if let Some(keys) = since_start.evicted.filter(|keys| *keys > 0) {
         let keys = counted(keys, "key");
         tracing::warn!("{url} has removed {keys} since its start because its memory was full");
+    }
+    Ok(())
+}
+
+/// Why a replica would not keep what it holds as a primary, which heeds its `maxmemory`. A limit that the old primary
+/// has too is no reason.
+fn lacks_room(old: &Facts, memory: &Info) -> Option<String> {
+    let limit: u64 = memory.number("maxmemory").filter(|limit| *limit > 0)?;
+    let uncounted: u64 = memory.number("mem_not_counted_for_evict").unwrap_or(0);
+    let used = memory.number::<u64>("used_memory")?.saturating_sub(uncounted);
+    if used <= limit || old.maxmemory.is_some_and(|limit_of_old| (1..=limit).contains(&limit_of_old)) {
+        return None;
+    }
+    let policy = memory.get("maxmemory_policy").unwrap_or("noeviction");
+    let would = if policy == "noeviction" { "refuse writes" } else { "remove keys" };
+    let (used, limit) = (Size::bytes(used), Size::bytes(limit));
+    Some(format!("uses {used}, and its maxmemory is {limit} ({policy}): it would {would} as soon as it is the primary"))
+}
+
+/// Refuses a replica that would take no writes as a primary. The old primary will follow it, and its own replicas do.
+async fn refuse_what_would_take_no_writes(new: &mut Client, facts: &Facts) -> Result<(), Failure> {
+    let url = new.server().url().to_string();
+    let mut needed = 0;
+    for name in ["min-replicas-to-write", "min-slaves-to-write"] {
+        match new.config_get(name).await {
+            Err(error) if error.refusal().is_none() => return Err(error.into()),
+            value => needed = value.ok().flatten().and_then(|count| count.parse().ok()).unwrap_or(needed),
+        }
+    }
+    let has = facts.connected_replicas.unwrap_or(0).saturating_add(1);
+    if needed > has {
+        return Err(Failure::refused(format!(
+            "{url} would take no writes: its min-replicas-to-write is {needed}, and it would have {}; lower it there first",
+            counted(has, "replica")
+        )));
     }
     Ok(())
 }
@@ -1021,6 +1060,29 @@ mod tests {
         let mut played = Played::stepped_down();
         played.exchange.signal();
         played.does(replica(7), Step::Do(Order::Promote));
+    }
+
+    #[test]
+    fn a_replica_that_a_primary_could_not_be_lacks_room() {
+        let memory = |used: u64, limit: u64, policy: &str| {
+            let text = format!(
+                "used_memory:{used}\r\nmem_not_counted_for_evict:5\r\nmaxmemory:{limit}\r\nmaxmemory_policy:{policy}\r\n"
+            );
+            Info::parse(text.as_bytes())
+        };
+        let old = |limit| Facts { maxmemory: Some(limit), ..Facts::default() };
+        let why = lacks_room(&old(0), &memory(3 << 20, 1 << 20, "allkeys-lru")).unwrap();
+        assert!(why.contains("maxmemory is 1 MiB (allkeys-lru): it would remove keys"), "{why}");
+        assert!(lacks_room(&old(2 << 20), &memory(3 << 20, 1 << 20, "noeviction")).unwrap().contains("refuse writes"));
+        // A limit that the old one has too, none, one that is not reached, and one that is reached by buffers only.
+        let fits = [
+            (old(1 << 20), memory(3 << 20, 1 << 20, "allkeys-lru")),
+            (old(0), memory(3 << 20, 0, "allkeys-lru")),
+            (old(0), memory(1 << 20, 3 << 20, "allkeys-lru")),
+            (old(0), memory(1005, 1000, "allkeys-lru")),
+            (old(0), Info::parse(b"")),
+        ];
+        assert!(fits.iter().all(|(old, memory)| lacks_room(old, memory).is_none()));
     }
 
     #[test]

@@ -262,6 +262,19 @@ fn fields_that_expire_are_a_difference_from_a_server_that_knows_no_such_thing() 
 }
 
 #[test]
+fn the_keys_of_a_database_that_only_one_of_them_has_are_a_difference() {
+    for kind in require::kinds() {
+        let (one, other) = (Server::builder(kind).databases(20).start().unwrap(), Server::start(kind).unwrap());
+        run(&mut one.client().unwrap(), &["SET a 1", "SELECT 19", "SET b 1", "SET c 1"]);
+        run(&mut other.client().unwrap(), &["SET a 1"]);
+        for (primary, replica, which) in [(&one, &other, "missing"), (&other, &one, "extra")] {
+            let (code, report) = found(&verify(primary, replica, &["--json"]));
+            assert_eq!((code, &report[which], &report["databases"]), (1, &2.into(), &2.into()), "{report}");
+        }
+    }
+}
+
+#[test]
 fn functions_that_may_not_be_read_are_not_taken_for_equal_ones() {
     for kind in require::kinds() {
         let rules = "~* +@read +ping +info +select +scan +debug";

@@ -258,6 +258,17 @@ fn what_cannot_change_its_role_is_refused_before_anything_is_changed() {
         says(&switch(&stage, &old, &new, &[], 3), &["replica-read-only"]);
         new.configure("replica-read-only", "yes").unwrap();
 
+        // As a primary it would remove keys as soon as a client writes.
+        new.configure("maxmemory-policy", "allkeys-lru").unwrap();
+        new.configure("maxmemory", "100kb").unwrap();
+        says(&switch(&stage, &old, &new, &[], 3), &["maxmemory is 100 KiB (allkeys-lru)", "raise maxmemory"]);
+        new.configure("maxmemory", "0").unwrap();
+
+        // Its replicas would be the old one, and those that it has.
+        new.configure("min-replicas-to-write", "5").unwrap();
+        says(&switch(&stage, &old, &new, &[], 3), &["would take no writes", "min-replicas-to-write is 5"]);
+        new.configure("min-replicas-to-write", "1").unwrap();
+
         // The old one could not log in where it is to follow.
         new.configure("requirepass", "secret").unwrap();
         let file = stage.secret("password", "secret");

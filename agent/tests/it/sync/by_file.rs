@@ -744,12 +744,14 @@ fn both_runs_end_with_the_same_code_for_what_was_refused_before() {
         fill(&top, 10, 1);
         let runs = Runs::new();
         let source = runs.stage.source(&top.url(), &[]);
-        let cases: [(Builder, &[&str], i32); 5] = [
-            (quick(kind), &[], 0),
+        let large = || quick(kind).config("databases", 20);
+        let cases: [(Builder, &[&str], i32); 6] = [
+            (large(), &[], 0),
+            (quick(kind), &[], 3),
             (quick(kind).cluster(), &["--delivery", "link"], 3),
-            (quick(kind).config("replica-ignore-maxmemory", "no").config("maxmemory", "4mb"), &[], 3),
-            (quick(kind).master_auth(None, "wrong"), &[], 3),
-            (quick(kind).config("rename-command", "CONFIG \"\""), &[], 4),
+            (large().config("replica-ignore-maxmemory", "no").config("maxmemory", "4mb"), &[], 3),
+            (large().master_auth(None, "wrong"), &[], 3),
+            (large().config("rename-command", "CONFIG \"\""), &[], 4),
         ];
         for (builder, more, code) in cases {
             let server = builder.start().unwrap();
@@ -757,7 +759,7 @@ fn both_runs_end_with_the_same_code_for_what_was_refused_before() {
             let done = runs.run(source.address, &server, more, code);
             assert_eq!(said.contains("can become"), code == 0, "{said}\n{done}");
         }
-        let server = quick(kind).start().unwrap();
+        let server = large().start().unwrap();
         fill_keys(&server, 1, "own");
         runs.both(source.address, &server, &top, &[], 3);
         runs.both(source.address, &server, &top, &["--replace"], 0);

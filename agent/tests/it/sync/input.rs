@@ -584,6 +584,10 @@ fn a_server_with_fewer_databases_than_the_primary_uses_is_refused_before_anythin
         let source = stage.source(&primary.url(), &[]);
         let output = ends(&mut stage.replica(&server.url(), source.address, &["--replace"]), 3);
         says(&output, &["4 databases", "database 4", "databases 5 or more"]);
+        // What it holds now is no measure: later writes there would be carried out in another database.
+        client.ok(&["FLUSHALL"]).unwrap();
+        let output = ends(&mut stage.replica(&server.url(), source.address, &["--replace"]), 3);
+        says(&output, &["4 databases", "the primary has 16", "start the server with databases 16"]);
         assert_eq!(server.client().unwrap().text(&["GET", "own"]).unwrap(), "1");
         assert_eq!(server.fact("role").unwrap(), "master");
     }
@@ -594,7 +598,9 @@ fn a_server_with_fewer_databases_than_the_primary_uses_is_refused_before_anythin
 fn a_database_that_the_primary_uses_only_while_the_agent_waits_is_found_before_anything_is_touched() {
     for kind in require::kinds() {
         let stage = Stage::new();
-        let primary = quick(kind).config("rdb-key-save-delay", 15_000).start().unwrap();
+        // It does not tell how many databases it has.
+        let primary = quick(kind).config("rdb-key-save-delay", 15_000).config("rename-command", "CONFIG \"\"");
+        let primary = primary.start().unwrap();
         fill_keys(&primary, 200, "x");
         let server = Server::builder(kind).databases(4).start().unwrap();
         let source = stage.source(&primary.url(), &[]);
@@ -607,6 +613,26 @@ fn a_database_that_the_primary_uses_only_while_the_agent_waits_is_found_before_a
         client.ok(&["SET", "a", "1"]).unwrap();
         says(&ends(&mut agent, 3), &["databases 5 or more", "not touched"]);
         assert_untouched(&server);
+    }
+}
+
+/// The names are mixed up: the source's server is a replica of the server that is to become one.
+#[test]
+fn a_server_that_the_primary_itself_follows_is_refused_before_anything_is_touched() {
+    for kind in require::kinds() {
+        let stage = Stage::new();
+        let (top, middle, last) =
+            (quick(kind).start().unwrap(), quick(kind).start().unwrap(), quick(kind).start().unwrap());
+        fill_keys(&top, 10, "x");
+        middle.replicate(&top).unwrap();
+        middle.wait_for_link(LONG).unwrap();
+        last.replicate(&middle).unwrap();
+        last.wait_for_link(LONG).unwrap();
+        for from in [&middle, &last] {
+            let more = ["migrate", "--from", &from.url(), "--to", &top.url(), "--replace"];
+            says(&stage.end(&more, 3), &["follows the replica's own server", "no server of theirs would take writes"]);
+            assert_eq!(top.fact("role").unwrap(), "master");
+        }
     }
 }
 
