@@ -5,7 +5,7 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use remora_fabric::TransportKind;
-use remora_protocol::{Announce, Former, Offer, Relays, TableOffer, Terms};
+use remora_protocol::{Announce, Former, Offer, TableOffer, Terms};
 use remora_redis::ReplId;
 use tokio::sync::Mutex;
 
@@ -99,16 +99,15 @@ pub(crate) fn format_for(facts: &Facts, server: &str) -> Format {
 
 /// Replaces an unspecified host (0.0.0.0 or ::), at which a replica lends its slots, by the host from which it
 /// connected.
-pub(crate) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
-    let serves_at = match relays.serves_at.parse::<std::net::SocketAddr>() {
+pub(crate) fn as_others_reach_it(serves_at: &str, seen: std::net::SocketAddr) -> String {
+    match serves_at.parse::<std::net::SocketAddr>() {
         Ok(address) if address.ip().is_unspecified() => {
             std::net::SocketAddr::new(seen.ip(), address.port()).to_string()
         }
         Ok(address) => address.to_string(),
         // Not a valid address: other replicas cannot reach it.
         Err(_) => String::new(),
-    };
-    Relays { serves_at, ..relays }
+    }
 }
 
 /// What a reader is called: as it says. If it says only a port, it is a server on the host from which it connected. If

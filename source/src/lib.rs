@@ -78,7 +78,7 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::memory::local;
 use remora_fabric::{RegionId, TransportKind};
-use remora_protocol::{MAX_STANDBYS, Message, Offer, Phase, RefusalCode, Relays, Upstream, WaitCause};
+use remora_protocol::{MAX_STANDBYS, Message, Offer, Phase, RefusalCode, Upstream, WaitCause};
 use remora_table::Origin;
 use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
@@ -411,12 +411,11 @@ impl Source {
             Message::Join(join) if join.plan_only => return self.send_plan(session),
             Message::ProbeQuery => return self.probe_requested(session),
             Message::StandBy { serves_at } => {
-                let at = as_others_reach_it(Relays { serves_at, zone: String::new() }, peer.address).serves_at;
-                peer.standby_at = Some(at);
+                peer.standby_at = Some(as_others_reach_it(&serves_at, peer.address));
                 return;
             }
             Message::Join(join) => {
-                peer.relays = join.relays.map(|relays| as_others_reach_it(relays, peer.address));
+                peer.relays_at = join.relays.map(|relays| as_others_reach_it(&relays.serves_at, peer.address));
                 let address = peer.address.to_string();
                 let name = name_of(join.name, peer.address);
                 tracing::info!(
@@ -434,7 +433,7 @@ impl Source {
                 }
                 let resume = join.resume.as_ref().map(Resume::of);
                 let reads = format_for(&self.facts, &join.server);
-                Event::Joined { session, name, address, resume, reads }
+                Event::Joined { session, name, address, zone: join.zone, resume, reads }
             }
             // The report is about a snapshot that was revoked meanwhile: its slots are not those of the current one.
             Message::Progress(progress) if self.machine.status().offered(session) != Some(progress.generation) => {
@@ -586,12 +585,12 @@ impl Source {
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
         let replica = self.machine.status().replica(session)?;
         let peer = self.sessions.get(&session)?;
-        let (relays, witness) = (peer.relays.clone()?, Witness::new(peer.address.ip(), &replica.name));
+        let (serves, witness) = (!peer.relays_at.as_ref()?.is_empty(), Witness::new(peer.address.ip(), &replica.name));
         if replica.is_loaded() {
             return None;
         }
         let first = replica.held_slots(generation);
-        let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, witness, first };
+        let joining = Joining { serves, zone: replica.zone.clone(), witness, first };
         let from = self.topology.join(Instant::now(), generation, session, joining);
         let spliced = self.topology.spliced();
         self.assign(&spliced);
@@ -599,7 +598,7 @@ impl Source {
     }
 
     fn upstream(&self, session: Session) -> Option<Upstream> {
-        let address = self.sessions.get(&session)?.relays.as_ref()?.serves_at.clone();
+        let address = self.sessions.get(&session)?.relays_at.clone()?;
         Some(Upstream { session, name: self.machine.status().replica(session)?.name.clone(), address })
     }
 

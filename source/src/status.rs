@@ -103,7 +103,6 @@ fn generation_status(source: &Source, now: Instant) -> Option<GenerationStatus> 
 fn replica_status(source: &Source, session: Session, replica: &Replica, now: Instant) -> ReplicaStatus {
     let (oldest_slot, serves) = source.topology.lends(session);
     let peer = source.sessions.get(&session);
-    let relays = peer.and_then(|peer| peer.relays.as_ref());
     ReplicaStatus {
         name: replica.name.clone(),
         address: replica.address.clone(),
@@ -127,7 +126,7 @@ fn replica_status(source: &Source, session: Session, replica: &Replica, now: Ins
         reads_from: source.topology.reads_from(session),
         serves,
         oldest_slot,
-        zone: relays.map(|relays| relays.zone.clone()).unwrap_or_default(),
+        zone: replica.zone.clone(),
     }
 }
 

@@ -14,7 +14,7 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use remora_protocol::{Message as Said, Offer, Relaying, Relays, Resume, Upstream};
+use remora_protocol::{Join, Message as Said, Offer, Relaying, Resume, Upstream};
 use remora_redis::ReplId;
 
 use super::delivery::{AnyFeed, Deliver};
@@ -288,8 +288,11 @@ impl Deliver for ByteDelivery {
 
     // ---- slots that agents pass on to each other ----
 
-    fn relays(&self) -> Option<Relays> {
-        self.relay.as_ref().map(Relay::introduction)
+    fn introduce(&self, request: Join) -> Join {
+        match &self.relay {
+            Some(relay) => relay.introduce(request),
+            None => request,
+        }
     }
 
     fn relaying(&self) -> Option<Relaying> {

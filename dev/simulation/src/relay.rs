@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::Memory;
-use remora_protocol::{LossCause, Message as Said, Offer, Relaying, Relays, Upstream};
+use remora_protocol::{Join, LossCause, Message as Said, Offer, Relaying, Relays, Upstream};
 
 use super::plan::RelayPlan;
 use super::tables::Lent;
@@ -89,10 +89,10 @@ impl Relay {
         world.memories.real.iter_mut().for_each(|real| real.close_lender(self.agent));
     }
 
-    /// What the source needs to know. A lender's port stands for its agent.
-    pub(super) fn introduction(&self) -> Relays {
+    /// Adds to a request what the source needs to know. A lender's port stands for its agent.
+    pub(super) fn introduce(&self, request: Join) -> Join {
         let serves_at = if self.plan.lends { format!("10.9.0.0:{}", self.agent) } else { String::new() };
-        Relays { serves_at, zone: self.plan.zone.to_string() }
+        Join { zone: self.plan.zone.to_owned(), relays: Some(Relays { serves_at }), ..request }
     }
 
     pub(super) fn wish(&self, kept: Option<Arc<Memory>>) -> CopyWish {

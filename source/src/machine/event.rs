@@ -33,7 +33,7 @@ pub struct Rules {
     pub repeat_messages: Duration,
     /// Size of a slot.
     pub slot_bytes: u64,
-    /// How many replicas may read a snapshot and load it at the same time; `None`: all.
+    /// How many replicas of one zone may read a snapshot and load it at the same time; `None`: all.
     pub at_once: Option<NonZeroU32>,
     /// Set if the source stands by for another one: how long a replica waits for one of that source's snapshots before
     /// the server is asked for one. `Duration::MAX`: it is never asked.
@@ -45,7 +45,7 @@ pub struct Rules {
 #[allow(missing_docs)] // A field's name says what it is, or the variant does.
 pub enum Event {
     /// An authenticated replica asks for a snapshot.
-    Joined { session: Session, name: String, address: String, resume: Option<Resume>, reads: Format },
+    Joined { session: Session, name: String, address: String, zone: String, resume: Option<Resume>, reads: Format },
     /// An authenticated standby asks for a copy of each snapshot whose slots are all kept.
     StandbyJoined { session: Session, name: String, address: String },
     /// A source that this one stands by for has a snapshot, which is copied in place of one from the server.
@@ -238,6 +238,8 @@ pub struct Replica {
     pub name: String,
     /// Where it has come from.
     pub address: String,
+    /// Its zone: it takes turns with the replicas of the same one. Empty: it names none.
+    pub zone: String,
     /// When it joined.
     pub joined: Instant,
     /// The same, or when it joined first, if its connection broke meanwhile.

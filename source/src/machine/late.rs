@@ -158,8 +158,8 @@ mod tests {
         bench.now = now;
         bench.machine.turns = Turns::new(std::num::NonZeroU32::new(1));
         let join = |bench: &mut Bench, session: Session, name: &str| {
-            let (name, address) = (name.to_owned(), String::new());
-            bench.apply(Event::Joined { session, name, address, resume: None, reads: Format::Own })
+            let (name, address, zone) = (name.to_owned(), String::new(), String::new());
+            bench.apply(Event::Joined { session, name, address, zone, resume: None, reads: Format::Own })
         };
         let offers = |actions: Vec<Action>| {
             let offer = |action| if let Action::Offer { session } = action { Some(session) } else { None };
@@ -226,8 +226,8 @@ mod tests {
         }
 
         fn join(&mut self, session: Session, resume: Option<Resume>) -> Vec<Action> {
-            let (name, address) = (format!("r{}", session % 10), String::new());
-            self.apply(Event::Joined { session, name, address, resume, reads: Format::Own })
+            let (name, address, zone) = (format!("r{}", session % 10), String::new(), String::new());
+            self.apply(Event::Joined { session, name, address, zone, resume, reads: Format::Own })
         }
 
         /// The snapshot that was asked for is taken.

@@ -486,5 +486,6 @@ impl SourceAgent {
 }
 
 fn join(plan_only: bool) -> Join {
-    Join { name: "standby".to_owned(), server: String::new(), resume: None, plan_only, relays: None }
+    let (name, server, zone) = ("standby".to_owned(), String::new(), String::new());
+    Join { name, server, resume: None, plan_only, zone, relays: None }
 }
