@@ -1,5 +1,6 @@
 //! Source agent: the real machine of a source, and actors in the place of its captures.
 
+mod cable;
 mod standby;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -11,13 +12,13 @@ use remora_protocol::{
 };
 use remora_redis::ReplId;
 
+use self::cable::Cable;
 use self::standby::{CALL, COPY, Copy, First};
-use super::cable::Cable;
-use super::late::Watched;
 use super::memory::{Journal, Snapshot};
+use super::memory::{SLOT_BYTES, journal_geometry};
+use super::oracle::Watched;
 use super::pins::{Pinning, Pins};
 use super::plan::{SourceOptions, UNREST};
-use super::tables::{SLOT_BYTES, journal_geometry};
 use super::wire::{Address, Ask, Conn, End, Host, Keeper, Message};
 use super::world::{Event, World, event_name, facts, shown};
 use remora_base::pace::Backoff;

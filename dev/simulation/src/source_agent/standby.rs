@@ -22,9 +22,9 @@ use remora_protocol::{Join, Message as Said, Offer, Phase, Progress};
 use remora_table::{Geometry, Origin};
 
 use super::{Capture, SourceAgent, Stage};
-use crate::late::Watched;
 use crate::memory::Lost;
-use crate::tables::SLOT_BYTES;
+use crate::memory::SLOT_BYTES;
+use crate::oracle::Watched;
 use crate::wire::{Address, Conn, End, Host, Message, SOURCES, TRANSPORT};
 use crate::world::{Event, World, facts};
 use remora_base::pace::Backoff;
