@@ -458,7 +458,7 @@ const REGION_BYTES: u64 = 64 << 20;
 /// Bytes of a page.
 const PAGE_BYTES: usize = 4096;
 
-// Links: what the source's loop observes of the links to the replicas, for the decision how slots are compressed.
+// What the source's loop observes of the links to the replicas, for the decision how slots are compressed.
 
 /// What was observed.
 #[derive(Debug, Default)]

@@ -18,7 +18,7 @@
 //! (`Ending`). After that the next snapshot may begin.
 //!
 //! Invariant, restored by `settle` after every event: *no replica waits while a snapshot could serve it or
-//! could be begun for it* (but for its turn, `turns`), and *a slot is reused only after every replica it was promised
+//! could be begun for it* (but for its turn, `waiting`), and *a slot is reused only after every replica it was promised
 //! to has received it*. The tests in `replay.rs` check both after every event of random runs.
 //!
 //! One thread decides for all replicas, and a replica reports its progress up to 20 times a second. So a report costs
@@ -28,11 +28,9 @@
 // Larger than the bound: all decisions about snapshots and replicas stand in one place.
 
 mod event;
-mod late;
-mod pauses;
 #[cfg(test)]
 mod replay;
-mod turns;
+mod waiting;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -44,10 +42,10 @@ use remora_table::Origin;
 
 use self::event::Slowest;
 pub use self::event::{Action, Event, Format, Replica, Report, Resume, Rules, Session, Snapshot, Stage, Status};
-use self::late::Lost;
-pub use self::pauses::{Failures, Forks};
-use self::pauses::{LEAST_RATE, Pace};
-use self::turns::{Left, Turns};
+pub use self::event::{Failures, Forks};
+use self::event::{LEAST_RATE, Pace};
+use self::waiting::Lost;
+use self::waiting::{Left, Turns};
 use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use remora_base::pace::Backoff;
@@ -507,7 +505,9 @@ impl Machine {
             return;
         }
         let late = match self.snapshot {
-            Some(_) => late::told(&self.rules, &self.reading, unserved.iter().filter_map(|of| self.replicas.get(of))),
+            Some(_) => {
+                waiting::told_late(&self.rules, &self.reading, unserved.iter().filter_map(|of| self.replicas.get(of)))
+            }
             None => "",
         };
         let reason = match self.why_not_begin(now) {
@@ -543,7 +543,7 @@ impl Machine {
 
     fn needs_turn(&self, session: Session) -> bool {
         let generation = self.snapshot.as_ref().map_or(0, |snapshot| snapshot.generation);
-        self.replicas.get(&session).is_some_and(|replica| turns::needs_turn(replica, generation))
+        self.replicas.get(&session).is_some_and(|replica| waiting::needs_turn(replica, generation))
     }
 
     fn offer(&mut self, now: Instant, session: Session, actions: &mut Vec<Action>) {
@@ -595,7 +595,7 @@ impl Machine {
             && self
                 .replicas
                 .get(&session)
-                .and_then(|replica| late::too_late(&self.rules, &self.reading, replica))
+                .and_then(|replica| waiting::too_late(&self.rules, &self.reading, replica))
                 .is_none()
             && (held.is_some() || snapshot.is_for(joined, now, self.rules.max_age))
     }
