@@ -394,10 +394,11 @@ impl AsideNote {
 pub(crate) fn write_stream(
     files: &[PathBuf],
     offset: u64,
-    out: &File,
+    (out_path, out): (&Path, &File),
     goes_on: &dyn Fn() -> bool,
 ) -> Result<u64, Failure> {
-    let mut stream = Stream { out: BufWriter::with_capacity(PIECE, out), end: offset, marked: offset };
+    let out = BufWriter::with_capacity(PIECE, out);
+    let mut stream = Stream { path: out_path, out, end: offset, marked: offset };
     for (number, path) in files.iter().enumerate() {
         let failed = |what: String| Failure::refused(format!("{}: {what}", path.display()));
         let (mut item, mut is_added) = (Item::Next, false);
@@ -416,7 +417,7 @@ pub(crate) fn write_stream(
                 Some(Found::Note(note)) => {
                     item = Item::Next;
                     is_added = note == ADDED_NOTE;
-                    stream.note(note).map_err(failed)?;
+                    stream.note(note, failed)?;
                 }
                 Some(Found::Verb(_)) | None => {}
             }
@@ -439,6 +440,8 @@ enum Item {
 
 /// The stream that is written.
 struct Stream<'a> {
+    /// Where it is written to.
+    path: &'a Path,
     out: BufWriter<&'a File>,
     /// The last byte that was written.
     end: u64,
@@ -449,23 +452,23 @@ struct Stream<'a> {
 impl Stream<'_> {
     fn put(&mut self, bytes: &[u8]) -> Result<(), Failure> {
         self.end += bytes.len() as u64;
-        self.out.write_all(bytes).map_err(unwritable)
+        self.out.write_all(bytes).map_err(|error| unwritable(self.path, error))
     }
 
-    /// Takes a note.
+    /// Takes a note of a file; `failed` names that file.
     ///
     /// # Errors
-    /// It is damaged, or not all bytes before it are there.
-    fn note(&mut self, note: &[u8]) -> Result<(), String> {
+    /// It is damaged, or not all bytes before it are there. Its bytes cannot be written.
+    fn note(&mut self, note: &[u8], failed: impl Fn(String) -> Failure) -> Result<(), Failure> {
         if note.starts_with(ASIDE) {
-            let bytes = AsideNote::parse(note).ok_or("a note with bytes of the stream is damaged")?;
-            return self.put(&bytes).map_err(|failure| failure.message);
+            let bytes = AsideNote::parse(note);
+            return self.put(&bytes.ok_or_else(|| failed("a note with bytes of the stream is damaged".to_owned()))?);
         }
         match Mark::parse(note) {
-            Some(mark) if mark.offset != self.end => Err(format!(
+            Some(mark) if mark.offset != self.end => Err(failed(format!(
                 "it does not have all bytes of the stream: a mark stands at offset {}, and they end at {}",
                 mark.offset, self.end
-            )),
+            ))),
             Some(_) => {
                 self.marked = self.end;
                 Ok(())
@@ -476,14 +479,16 @@ impl Stream<'_> {
 
     /// Cuts off what is behind the last mark.
     fn finish(self, begins: u64) -> Result<u64, Failure> {
+        let unwritable = |error| unwritable(self.path, error);
         let file = self.out.into_inner().map_err(|error| unwritable(error.into_error()))?;
         file.set_len(self.marked.saturating_sub(begins)).map_err(unwritable)?;
         Ok(self.marked)
     }
 }
 
-fn unwritable(error: io::Error) -> Failure {
-    Failure::local(format!("the stream of a backup cannot be written to the folder for it: {error}"))
+/// The disk of this path is full, or does not work.
+fn unwritable(path: &Path, error: io::Error) -> Failure {
+    Failure::local(format!("the stream of a backup cannot be written to {}: {error}", path.display()))
 }
 
 /// The bytes at the end of a file in which its last mark is looked for: what a second brings in most cases.
@@ -553,9 +558,25 @@ pub(crate) fn check(text: &[u8]) -> Checksum {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
+    use remora_process::exit::Code;
     use remora_redis::resp::command;
 
     use super::*;
+
+    #[test]
+    fn a_full_disk_is_named_also_in_the_middle_of_a_note_and_the_file_is_not_blamed() {
+        let path = Path::new("/dev/full");
+        let full = File::options().write(true).open(path).unwrap();
+        let mut stream = Stream { path, out: BufWriter::with_capacity(8, &full), end: 0, marked: 0 };
+        let mut note = Vec::new();
+        AsideNote::write(&commands(&[&["PUBLISH", "c", "d"]]), &mut note);
+        let blamed = |what| Failure::refused(format!("the file: {what}"));
+        let failure = stream.note(note.strip_suffix(NOTE_END).unwrap(), blamed).unwrap_err();
+        assert_eq!(failure.code, Code::Local);
+        assert!(failure.message.contains("cannot be written to /dev/full: No space left"), "{failure}");
+        let damaged = stream.note(b"#REMORA-ASIDE:?", blamed).unwrap_err();
+        assert_eq!(damaged.code, Code::Refused);
+    }
 
     fn file(bytes: &[u8]) -> tempfile::NamedTempFile {
         let file = tempfile::NamedTempFile::new().unwrap();

@@ -380,8 +380,11 @@ impl Receiving {
             replid: kept.origin().history,
             next_byte: kept.origin().offset + 1,
         });
-        let relays = passes.and_then(|passes| passes.relay.introduction());
-        Message::Join(Join { relays, ..join(Some(&self.name), server, resume) })
+        let request = join(Some(&self.name), server, resume);
+        Message::Join(match passes {
+            Some(passes) => passes.relay.introduce(request),
+            None => request,
+        })
     }
 
     /// Connects to the tables of an offer. The snapshot that has begun to arrive goes on, or another one begins.

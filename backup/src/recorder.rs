@@ -485,7 +485,7 @@ mod tests {
         let path = |number| folder.join(format!("appendonlydir/appendonly.aof.{number}.incr.aof"));
         let files: Vec<PathBuf> = (1..).map(path).take_while(|path| path.exists()).collect();
         let out = tempfile::NamedTempFile::new().unwrap();
-        let end = write_stream(&files, 100, out.as_file(), &|| true)?;
+        let end = write_stream(&files, 100, (out.path(), out.as_file()), &|| true)?;
         assert_eq!(files.last().and_then(|last| reaches(last)), Some(end));
         Ok((std::fs::read(out.path()).unwrap(), end))
     }

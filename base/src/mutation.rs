@@ -84,6 +84,14 @@ pub enum Mutation {
     StalledTurnKept,
     /// A standby takes a turn, and waits for one.
     StandbyTakesTurn,
+    /// All zones together have the turns of one.
+    ZonesShareTurns,
+    /// A replica that waits for a turn of its zone holds up those of other zones that joined after it.
+    ZoneHeldUp,
+    /// A replica that names no zone takes no turn.
+    ZonelessTakeNoTurn,
+    /// The one that joined last has the next turn.
+    LastComesFirst,
     /// Agents that lost the same thing come back at the same time.
     NoJitter,
     /// Each replica gets a snapshot of its own.

@@ -282,6 +282,7 @@ async fn a_message_beyond_its_bounds_is_our_mistake_and_leaves_the_connection_wh
         server: String::new(),
         resume: None,
         plan_only: false,
+        zone: String::new(),
         relays: None,
     };
     let error = client.send(Message::Join(join)).await.unwrap_err();

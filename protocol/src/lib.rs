@@ -166,7 +166,7 @@ mod tests {
     }
 
     fn relays() -> impl Strategy<Value = Relays> {
-        (names(), "[a-z]{0,32}").prop_map(|(serves_at, zone)| Relays { serves_at, zone })
+        names().prop_map(|serves_at| Relays { serves_at })
     }
 
     fn upstreams() -> impl Strategy<Value = Upstream> {
@@ -179,8 +179,10 @@ mod tests {
     }
 
     fn joins() -> impl Strategy<Value = Message> {
-        (names(), names(), option::of(resumes()), any::<bool>(), option::of(relays())).prop_map(
-            |(name, server, resume, plan_only, relays)| Message::Join(Join { name, server, resume, plan_only, relays }),
+        (names(), names(), option::of(resumes()), any::<bool>(), "[a-z]{0,32}", option::of(relays())).prop_map(
+            |(name, server, resume, plan_only, zone, relays)| {
+                Message::Join(Join { name, server, resume, plan_only, zone, relays })
+            },
         )
     }
 
@@ -637,11 +639,12 @@ mod tests {
                 next_byte: 9,
             }),
             plan_only: false,
-            relays: Some(Relays { serves_at: "h:1".to_owned(), zone: String::new() }),
+            zone: "east".to_owned(),
+            relays: Some(Relays { serves_at: "h:1".to_owned() }),
         };
         let mut wire = b"\x01\x00b\x08\x00valkey 9\x01\x03\0\0\0\0\0\0\0\x02\x01\0\0\0\0\0\0\x01".to_vec();
         wire.extend_from_slice(&[b'a'; 40]);
-        wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\0\x01\x03\0h:1\0\0");
+        wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\0\x04\0east\x01\x03\0h:1");
         assert_eq!(encoded(&Message::Join(join)), (0x20, wire));
     }
 
@@ -651,7 +654,7 @@ mod tests {
         let resume = |digits: &[u8]| {
             let mut wire = b"\0\0\0\0\x01\x03\0\0\0\0\0\0\0\x02\0\0\0\0\0\0\0\x01".to_vec();
             wire.extend_from_slice(digits);
-            wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\0\0");
+            wire.extend_from_slice(b"\x09\0\0\0\0\0\0\0\0\0\0\0");
             Message::decode(0x20, &wire)
         };
         assert!(resume(&[b'a'; 40]).is_ok());

@@ -664,6 +664,9 @@ pub struct Join {
     pub resume: Option<Resume>,
     /// It only asks what an offer would contain: no snapshot is taken for it, and the offer's tables are empty.
     pub plan_only: bool,
+    /// The operator's name for its location; at most [`MAX_ZONE_BYTES`]. Empty: none. Replicas prefer upstreams in the
+    /// same zone, and take turns (`--at-once`) with those of the same zone.
+    pub zone: String,
     /// How it takes part in relaying; `None`: it reads from the source alone.
     pub relays: Option<Relays>,
 }
@@ -673,6 +676,7 @@ record!(Join {
     server: Name<MAX_NAME_BYTES>,
     resume: Maybe<Resume>,
     plan_only: bool,
+    zone: Name<MAX_ZONE_BYTES>,
     relays: Maybe<Relays>,
 });
 
@@ -682,11 +686,9 @@ pub struct Relays {
     /// Address and port at which others may read its slots, as "10.0.0.7:41234". An unspecified host stands for the one
     /// that the source sees it by. Empty: it does not serve.
     pub serves_at: String,
-    /// The operator's name for its location; at most [`MAX_ZONE_BYTES`]. Replicas prefer upstreams in the same zone.
-    pub zone: String,
 }
 
-record!(Relays { serves_at: Name<MAX_ADDRESS_BYTES>, zone: Name<MAX_ZONE_BYTES> });
+record!(Relays { serves_at: Name<MAX_ADDRESS_BYTES> });
 
 /// A replica that another replica is assigned to read from.
 #[derive(Debug, Clone, PartialEq, Eq)]

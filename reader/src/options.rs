@@ -41,6 +41,6 @@ pub struct RelayOptions {
     /// Bytes per second of the snapshot that are read, from the source and other replicas together. `None`: no limit.
     pub download_limit: Option<Size>,
     /// The zone of this replica: at most [`MAX_ZONE_BYTES`](remora_protocol::MAX_ZONE_BYTES) bytes. Replicas are
-    /// assigned to others of their own zone first.
+    /// assigned to others of their own zone first, and take turns with those of their own zone.
     pub zone: String,
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use remora_fabric::{Memory, Pages, Peer, RegionKey, Secret, TransportKind};
-use remora_protocol::{Join, Message, Offer, Phase, RefusalCode, Relays, Resume, TableOffer};
+use remora_protocol::{Join, Message, Offer, Phase, RefusalCode, Resume, TableOffer};
 use remora_redis::{MAX_OFFSET, ReplId};
 use remora_table::{Expectation, Geometry, Kind, MIN_SLOTS, Origin, SealKey, SinkLayout, SnapshotCopy};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -213,13 +213,7 @@ pub(crate) fn wish(args: &ReadOptions, security: &Security) -> TransportChoices 
 }
 
 /// The request for a snapshot, or for the rest of one.
-pub fn join_again(
-    name: Option<&str>,
-    server: &str,
-    progress: &Position,
-    held_slots: u64,
-    relays: Option<Relays>,
-) -> Message {
+pub fn join_again(name: Option<&str>, server: &str, progress: &Position, held_slots: u64) -> Join {
     let resume = progress.snapshot.map(|id| Resume {
         generation: id.origin.generation,
         held_slots,
@@ -227,7 +221,7 @@ pub fn join_again(
         replid: id.origin.history,
         next_byte: progress.next_byte,
     });
-    Message::Join(Join { relays, ..join(name, server, resume) })
+    join(name, server, resume)
 }
 
 /// A request for a snapshot: without `resume` for all of it.
@@ -237,6 +231,7 @@ pub fn join(name: Option<&str>, server: &str, resume: Option<Resume>) -> Join {
         server: server.to_string(),
         resume,
         plan_only: false,
+        zone: String::new(),
         relays: None,
     }
 }

@@ -1,21 +1,26 @@
 //! What the source says about the primary: its address, its snapshot formats, whether it continues a replica's history,
-//! and what a replica that joins now would get.
+//! and what a replica that joins now would get, of which base.
+//!
+//! The captures choose a base for themselves when they begin, by the same order (`capture::bases`).
 
-use std::sync::PoisonError;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use remora_fabric::TransportKind;
-use remora_protocol::{Announce, Former, Offer, Relays, TableOffer, Terms};
+use remora_process::rdb_file::{Found, Stored};
+use remora_process::{AbortOnDrop, blocking};
+use remora_protocol::{Announce, Base, BaseKind, Former, Offer, TableOffer, Terms};
 use remora_redis::ReplId;
-use tokio::sync::Mutex;
-
-use super::Source;
-use super::choice::base;
-use super::machine::Format;
-use super::tables::expected;
 use remora_server::own_changes::why_not_as_its_primary;
 use remora_server::permission::{Permission, TO_REPLICATE};
 use remora_server::{CONVERTED, Client, Facts, Place, Server, ServerError, ServerUrl};
+use tokio::sync::Mutex;
+use tokio::sync::mpsc::Sender;
+
+use super::capture::{Candidate, Data, Known, Tried, World, candidate, of_the_server, order};
+use super::machine::Format;
+use super::tables::expected;
+use super::{Incoming, Source};
 
 /// An offer without tables, for a dry run.
 pub fn plan_of(facts: &Facts, primary: Announce, write_rate: u64, process: u64) -> Offer {
@@ -99,16 +104,15 @@ pub(crate) fn format_for(facts: &Facts, server: &str) -> Format {
 
 /// Replaces an unspecified host (0.0.0.0 or ::), at which a replica lends its slots, by the host from which it
 /// connected.
-pub(crate) fn as_others_reach_it(relays: Relays, seen: std::net::SocketAddr) -> Relays {
-    let serves_at = match relays.serves_at.parse::<std::net::SocketAddr>() {
+pub(crate) fn as_others_reach_it(serves_at: &str, seen: std::net::SocketAddr) -> String {
+    match serves_at.parse::<std::net::SocketAddr>() {
         Ok(address) if address.ip().is_unspecified() => {
             std::net::SocketAddr::new(seen.ip(), address.port()).to_string()
         }
         Ok(address) => address.to_string(),
         // Not a valid address: other replicas cannot reach it.
         Err(_) => String::new(),
-    };
-    Relays { serves_at, ..relays }
+    }
 }
 
 /// What a reader is called: as it says. If it says only a port, it is a server on the host from which it connected. If
@@ -143,7 +147,7 @@ pub(crate) async fn ask(client: &Mutex<Option<Client>>, server: &Server) -> Resu
     Ok(facts)
 }
 
-// Terms: what a replica that joins now would get, and whether the server would send this source a snapshot at all.
+// What a replica that joins now would get, and whether the server would send this source a snapshot at all.
 //
 // A source's user may lack `+psync`, and a replica that the source captures may have begun to evict. Both are found
 // before a replica asks, when the source starts and with the facts for each plan, so that a dry run hears of them.
@@ -206,6 +210,118 @@ pub(super) fn terms(source: &Source, refusal: Option<&str>) -> Terms {
 /// Whether a replica that joins now makes the server fork: there is no snapshot, or its slots are reused.
 pub(super) fn needs_fork(source: &Source) -> bool {
     source.machine.status().snapshot.is_none() || source.tables.is_windowed_for(&source.facts)
+}
+
+/// What the loop knows.
+#[derive(Default)]
+pub(super) struct Choice {
+    found: Vec<Found>,
+    /// Which ones were tried lately.
+    pub(super) tried: Tried,
+    /// What the present snapshot was made of, if it was stored.
+    from: Option<From>,
+    _looking: Option<AbortOnDrop>,
+}
+
+/// A snapshot was made of what was stored.
+struct From {
+    generation: u64,
+    place: String,
+    /// How old the data were when it began.
+    age: Duration,
+}
+
+impl Choice {
+    /// Begins to look at what is stored, if anything is named.
+    pub(super) fn begin(stored: Option<&Arc<dyn Stored>>, tell: Sender<Incoming>) -> Choice {
+        let looking = stored.map(|stored| AbortOnDrop::new(&tokio::spawn(look(stored.clone(), tell))));
+        Choice { _looking: looking, ..Choice::default() }
+    }
+
+    /// A look has ended.
+    pub(super) fn found(&mut self, found: Vec<Found>) {
+        self.found = found;
+    }
+
+    /// A snapshot begins that is made of what is stored.
+    pub(super) fn begins(&mut self, generation: u64, place: &str, age: Duration) {
+        let place = place.to_owned();
+        self.from = Some(From { generation, place, age });
+    }
+}
+
+async fn look(stored: Arc<dyn Stored>, tell: Sender<Incoming>) {
+    loop {
+        let asked = stored.clone();
+        let Ok(found) = blocking(move || Ok(asked.look())).await else { return };
+        if tell.send(Incoming::Stored(found)).await.is_err() {
+            return;
+        }
+        tokio::time::sleep(stored.holds()).await;
+    }
+}
+
+/// From what a replica is made that joins now.
+pub(super) fn base(source: &Source) -> Base {
+    let candidates = candidates(source);
+    let stream = source.machine.status().stream;
+    let journal = stream.map(|stream| {
+        let (first, end) = source.gauge.journal();
+        (stream.history, first, end)
+    });
+    let world = World {
+        facts: &source.facts,
+        journal,
+        journal_bytes: source.tables.journal_ring(),
+        max_age: source.options.max_age,
+        no_fork: source.options.no_fork,
+    };
+    let told = order(&candidates, &world).told(&candidates);
+    match made_of(source).filter(|_| told.kind == BaseKind::Snapshot) {
+        None => told,
+        // It serves by its age here. Its data are older.
+        Some(from) => Base { age_seconds: told.age_seconds.saturating_add(from.age.as_secs()), ..told },
+    }
+}
+
+/// What there is.
+fn candidates(source: &Source) -> Vec<Candidate> {
+    let (options, methods, now) = (&source.options, &source.methods, Instant::now());
+    let mut all: Vec<Candidate> = held(source, now).into_iter().collect();
+    if options.first.is_some() {
+        all.push(Candidate::new(BaseKind::Copy));
+    }
+    if let Some(file) = methods.file() {
+        all.push(file);
+        return all;
+    }
+    let is_shared = source.machine.status().snapshot.is_some_and(|snapshot| snapshot.format == Format::Shared);
+    all.extend(source.choice.found.iter().map(|found| candidate(found, is_shared, &source.choice.tried)));
+    all.extend(of_the_server(options.module.capture, options.no_fork, methods.sweep_failed_lately(now)));
+    all
+}
+
+/// What the present snapshot was made of, if it was stored.
+fn made_of(source: &Source) -> Option<&From> {
+    let generation = source.machine.status().snapshot?.generation;
+    source.choice.from.as_ref().filter(|from| from.generation == generation)
+}
+
+/// The snapshot that is here, or is being taken.
+fn held(source: &Source, now: Instant) -> Option<Candidate> {
+    let snapshot = source.machine.status().snapshot?;
+    let place =
+        made_of(source).map_or(String::new(), |from| format!("{}, from {}", BaseKind::Snapshot.words(), from.place));
+    let known = match snapshot.origin() {
+        _ if source.tables.is_windowed_for(&source.facts) => Known::Unusable("its slots are reused".to_owned()),
+        None => Known::New,
+        Some(_) if let Some(why) = source.machine.why_late(now) => Known::Unusable(why.to_owned()),
+        Some(origin) => {
+            let age = now.saturating_duration_since(snapshot.taken());
+            Known::There(Data { history: origin.history, offset: origin.offset, reaches: origin.offset, age })
+        }
+    };
+    Some(Candidate { kind: BaseKind::Snapshot, place, known })
 }
 
 #[cfg(test)]

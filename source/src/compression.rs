@@ -224,7 +224,7 @@ fn index(method: Method) -> usize {
     }
 }
 
-// Link: how fast bytes go from this host to the replicas that read from the source.
+// How fast bytes go from this host to the replicas that read from the source.
 //
 // What the network interface says of its speed is known before the first byte is sent. It says nothing of the rest of
 // the way, and virtual interfaces say nothing or anything. So the rate is measured too, while replicas lag behind what
@@ -389,7 +389,7 @@ fn route_v6(table: &str, peer: Ipv6Addr) -> Option<String> {
     routes.max().map(|(_, _, name)| name)
 }
 
-// Processors: how many of them the rest of the host leaves to this process.
+// How many processors the rest of the host leaves to this process.
 
 /// The least time between two looks: ticks are 10 ms long.
 const SPAN: Duration = Duration::from_millis(250);

@@ -9,7 +9,7 @@ use std::time::Instant;
 use remora_fabric::shm::{MAX_CONNECTIONS, ShmExporter, ShmOptions};
 use remora_fabric::tcp::{MAX_LANES_PER_SESSION, SendMode, TcpExporter, TcpOptions, Upload, UploadRate};
 use remora_fabric::{Error, Exporter, Memory, Pages, RegionId, Regions, TransportKind};
-use remora_protocol::{LossCause, Message, RefusalCode, Relays};
+use remora_protocol::{LossCause, Message, RefusalCode};
 
 use super::compression::{Link, Measure, Said, said_by_interface};
 use super::machine::Session;
@@ -209,8 +209,9 @@ pub(super) struct Peer {
     pub(super) transport_why: String,
     /// Why its server does not load in the fast way.
     pub(super) no_fast_keys: String,
-    /// How the peer lends its slots to other replicas, with its address as they reach it.
-    pub(super) relays: Option<Relays>,
+    /// Where the peer serves slots to other replicas, as they reach it. Empty: it only reads from others. `None`: it
+    /// does neither.
+    pub(super) relays_at: Option<String>,
     /// Where it serves readers itself, if it is a standby.
     pub(super) standby_at: Option<String>,
     /// What it was offered, and may read.
@@ -249,7 +250,7 @@ impl Peer {
             done: false,
             transport_why: String::new(),
             no_fast_keys: String::new(),
-            relays: None,
+            relays_at: None,
             standby_at: None,
             readable: Readable::default(),
         };
@@ -457,7 +458,7 @@ const REGION_BYTES: u64 = 64 << 20;
 /// Bytes of a page.
 const PAGE_BYTES: usize = 4096;
 
-// Links: what the source's loop observes of the links to the replicas, for the decision how slots are compressed.
+// What the source's loop observes of the links to the replicas, for the decision how slots are compressed.
 
 /// What was observed.
 #[derive(Debug, Default)]

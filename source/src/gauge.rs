@@ -17,7 +17,7 @@ use super::capture::Method;
 use super::compression::Link;
 use remora_base::pace::Growth;
 
-// Gauge: figures that the capture threads show while they run, and one number that the source's loop shows them.
+// Figures that the capture threads show while they run, and one number that the source's loop shows them.
 //
 // Each is an atomic with one writer. The capture threads write the figures of the snapshot and of the journal; the
 // source's loop writes `retire_below`, as the machine decides. They are for display, and for decisions that stay right
@@ -377,7 +377,7 @@ impl Rate {
     }
 }
 
-// Arrivals: when commands that must not be applied late have arrived in the journal.
+// When commands that must not be applied late have arrived in the journal.
 //
 // A snapshot holds everything up to an offset, and replicas apply the stream behind it. Which snapshot that is shows
 // later than the commands arrive: so all of them are noted, those of a short time together.

@@ -13,46 +13,36 @@
 //!
 //! - [`machine`] decides, without I/O. Start there. [`topology`] decides which replica reads the snapshot from which
 //!   other one.
-//! - `capture` speaks PSYNC with the server and fills the tables. `captured` is the server that is captured, which
-//!   Sentinels may name. `captures` starts captures and handles their events; `server_settings` changes settings of the
-//!   server for the fork, and knows the limit of what the primary holds back for a source.
+//! - `capture` speaks PSYNC with the server and fills the tables; its `bases` put what a snapshot can be made of in the
+//!   order in which it is tried. `captures` starts captures, handles their events, and estimates how long the snapshot
+//!   will be.
+//! - `captured` is the server that is captured, which Sentinels may name: its settings that are changed for the fork,
+//!   the limit of what it holds back for a source, and what it does because a source is attached.
 //! - `gauge` holds the figures that the capture threads show while they run, and how fast the primary writes.
 //! - `tables` is the memory, and divides it between what this host and what others read ([`Shares`]). `exports` are the
 //!   transports that export it, and scratch memory for `remora probe`. `compression` decides how slots are compressed
-//!   for other hosts.
-//! - `bases` puts what a snapshot can be made of in the order in which it is tried; `choice` is what a dry run and the
-//!   status say of it.
-//! - `answers` describes the primary, whether it continues a history, and what a replica would get; `questions` bounds
-//!   how often replicas make the source ask it; `status` is for `remora status`, Prometheus and probes. `ahead`
-//!   estimates how long the snapshot will be.
-//! - `preparation` checks the limit of open descriptors, and touches the memory before the first snapshot, while the
-//!   port is open.
-//! - `standby` copies the snapshots of another source (`--standby-of`); `copies` decides which, and when.
+//!   for other hosts. The memory is touched before the first snapshot, while the port is open.
+//! - `answers` describes the primary, whether it continues a history, and what a replica would get, of which base;
+//!   `questions` answers `remora status`, Prometheus and probes, and bounds how often replicas make the source ask the
+//!   primary.
+//! - `standby` copies the snapshots of another source (`--standby-of`), and decides which, and when.
 //! - `service_manager` has the service manager keep a snapshot for the next process, and takes a port that it keeps
 //!   open.
 //! - This file connects them and performs the machine's actions.
 #![forbid(unsafe_code)]
 
-mod ahead;
 mod answers;
-mod bases;
 mod capture;
 mod captured;
 mod captures;
-mod choice;
 mod compression;
-mod copies;
 mod exports;
 mod gauge;
 pub mod machine;
 mod options;
-mod preparation;
-mod presence;
 mod questions;
-mod server_settings;
 mod service_manager;
 mod standby;
-mod status;
 mod tables;
 pub mod topology;
 
@@ -61,8 +51,8 @@ pub mod parts {
     pub use crate::answers::{known_history, plan_of};
     pub use crate::capture::psync_link::{Pieces, Received, Socket, is_same_history};
     pub use crate::capture::{CaptureError, CaptureEvent, Intake, Written};
-    pub use crate::copies::{Copies, End, Here, continues, reaches};
     pub use crate::gauge::{Arrivals, Reading};
+    pub use crate::standby::{Copies, End, Here, continues, reaches};
 }
 
 pub use self::options::{
@@ -78,25 +68,25 @@ use std::time::{Duration, Instant};
 
 use remora_fabric::memory::local;
 use remora_fabric::{RegionId, TransportKind};
-use remora_protocol::{MAX_STANDBYS, Message, Offer, Phase, RefusalCode, Relays, Upstream, WaitCause};
+use remora_protocol::{MAX_STANDBYS, Message, Offer, Phase, RefusalCode, Upstream, WaitCause};
 use remora_table::Origin;
 use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
 
-use self::ahead::Ahead;
+use self::answers::Choice;
 use self::answers::{as_others_reach_it, format_for, name_of};
 use self::capture::CaptureEvent;
 use self::captured::Captured;
+use self::captured::{OutputBuffer, OutputWatch};
+use self::captures::Ahead;
 use self::captures::{Methods, Threads};
-use self::choice::Choice;
 use self::exports::{Exports, Links, Peer, ProbeRegion, Readable, tcp_exporter};
 use self::gauge::{Gauge, Rate, Reading};
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
-use self::preparation::Preparation;
 use self::questions::{Answered, Questions};
-use self::server_settings::{OutputBuffer, OutputWatch};
 use self::service_manager::{Keeper, Port};
 use self::standby::Standby;
+use self::tables::Preparation;
 use self::tables::{JOURNAL_REGION, SNAPSHOT_REGION, Tables, first_generation};
 use self::topology::{Joining, Topology, Witness};
 use remora_base::pace::Backoff;
@@ -143,7 +133,7 @@ struct Mailboxes {
 /// Opens everything that a source needs, and reports that it is ready.
 async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listener), Failure> {
     let security = options.tokens.security().clone();
-    preparation::check(options.max_replicas)?;
+    tables::check_descriptors(options.max_replicas)?;
     host::check_memory("--memory", options.tables.memory)?;
     let mut patience = Patience::new(options.wait_for_server, WAIT_FOR_SERVER);
     let (captured, facts, methods) = patience.keep_trying(async || captures::first_look(&options).await).await?;
@@ -201,7 +191,7 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
         Some(_) => Preparation::none(),
         None => Preparation::begin(tables.to_prepare(&facts), incoming.clone())?,
     };
-    let metrics = metrics.map(|listener| status::serve(listener, incoming.clone()));
+    let metrics = metrics.map(|listener| questions::serve(listener, incoming.clone()));
     let watching = captured.watch(incoming.clone());
     let choice = Choice::begin(options.stored.as_ref(), incoming.clone());
     let mut source = Source {
@@ -255,13 +245,13 @@ pub(crate) enum Incoming {
     /// The server has not told its facts, and why.
     NotLearned(String),
     /// The server has said how far it is with a snapshot.
-    Saving(ahead::Answer),
+    Saving(captures::Answer),
     /// Another server of the group is captured from now on, with these facts.
     Moved(Box<Facts>),
     /// The primary has answered a question that the source asked for replicas.
     Answered(Answered),
     /// What a look at the server has shown that is about the source's own links.
-    Presence(presence::Look),
+    Presence(captured::Look),
     /// What is stored of which a snapshot can be made.
     Stored(Vec<Found>),
     /// The source that this one stands by for has said something.
@@ -331,19 +321,19 @@ impl Source {
                     standby::capture_says(&mut self, &event);
                     self.capture_says(&event)?;
                     self.apply(Event::Capture(event))?;
-                    ahead::look(&mut self);
+                    captures::look(&mut self);
                 }
                 _ = tick.tick() => {
                     self.rate.sample(Instant::now(), self.gauge.journal().1);
                     exports::look(&mut self);
-                    ahead::look(&mut self);
-                    presence::look(&mut self);
+                    captures::look(&mut self);
+                    captured::look(&mut self);
                     self.preparation.say(Instant::now());
                     self.apply(Event::Tick)?;
                     standby::look(&mut self)?;
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
-                    mailboxes.service.turn(|| status::in_short(&self));
+                    mailboxes.service.turn(|| questions::in_short(&self));
                 }
                 Some(()) = hangups.recv() => self.options.tokens.read_again(),
                 _ = signals.next() => break,
@@ -372,13 +362,13 @@ impl Source {
                 self.questions.not_learned(why);
                 self.tell_of_an_obstacle();
             }
-            Incoming::Saving(answer) => ahead::answered(self, answer),
+            Incoming::Saving(answer) => captures::answered(self, answer),
             Incoming::Moved(facts) => captured::moved(self, *facts),
             Incoming::Answered(answered) => questions::answered(self, answered),
-            Incoming::Presence(look) => presence::saw(self, look),
+            Incoming::Presence(look) => captured::saw(self, look),
             Incoming::Stored(found) => self.choice.found(found),
             Incoming::First(news) => standby::told(self, news),
-            Incoming::Scraped(scrape) => status::answer(self, *scrape),
+            Incoming::Scraped(scrape) => questions::answer(self, *scrape),
             Incoming::Prepared(done) => {
                 done?;
                 self.preparation.ended();
@@ -411,12 +401,11 @@ impl Source {
             Message::Join(join) if join.plan_only => return self.send_plan(session),
             Message::ProbeQuery => return self.probe_requested(session),
             Message::StandBy { serves_at } => {
-                let at = as_others_reach_it(Relays { serves_at, zone: String::new() }, peer.address).serves_at;
-                peer.standby_at = Some(at);
+                peer.standby_at = Some(as_others_reach_it(&serves_at, peer.address));
                 return;
             }
             Message::Join(join) => {
-                peer.relays = join.relays.map(|relays| as_others_reach_it(relays, peer.address));
+                peer.relays_at = join.relays.map(|relays| as_others_reach_it(&relays.serves_at, peer.address));
                 let address = peer.address.to_string();
                 let name = name_of(join.name, peer.address);
                 tracing::info!(
@@ -434,7 +423,7 @@ impl Source {
                 }
                 let resume = join.resume.as_ref().map(Resume::of);
                 let reads = format_for(&self.facts, &join.server);
-                Event::Joined { session, name, address, resume, reads }
+                Event::Joined { session, name, address, zone: join.zone, resume, reads }
             }
             // The report is about a snapshot that was revoked meanwhile: its slots are not those of the current one.
             Message::Progress(progress) if self.machine.status().offered(session) != Some(progress.generation) => {
@@ -527,7 +516,7 @@ impl Source {
                 let copying = self.standby.as_ref().and_then(|standby| standby.copies.copying().cloned());
                 let replaced = match copying.filter(|copying| copying.offer.generation == generation) {
                     Some(first) => {
-                        let copied = copies::copied(&first.offer).map_err(Failure::refused)?;
+                        let copied = standby::copied(&first.offer).map_err(Failure::refused)?;
                         self.tables.prepare_copy(&self.options, copied, fresh)?
                     }
                     None => self.tables.prepare(&self.options, &self.facts, fresh)?,
@@ -586,12 +575,12 @@ impl Source {
     fn place_for(&mut self, generation: u64, session: Session) -> Option<Upstream> {
         let replica = self.machine.status().replica(session)?;
         let peer = self.sessions.get(&session)?;
-        let (relays, witness) = (peer.relays.clone()?, Witness::new(peer.address.ip(), &replica.name));
+        let (serves, witness) = (!peer.relays_at.as_ref()?.is_empty(), Witness::new(peer.address.ip(), &replica.name));
         if replica.is_loaded() {
             return None;
         }
         let first = replica.held_slots(generation);
-        let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, witness, first };
+        let joining = Joining { serves, zone: replica.zone.clone(), witness, first };
         let from = self.topology.join(Instant::now(), generation, session, joining);
         let spliced = self.topology.spliced();
         self.assign(&spliced);
@@ -599,7 +588,7 @@ impl Source {
     }
 
     fn upstream(&self, session: Session) -> Option<Upstream> {
-        let address = self.sessions.get(&session)?.relays.as_ref()?.serves_at.clone();
+        let address = self.sessions.get(&session)?.relays_at.clone()?;
         Some(Upstream { session, name: self.machine.status().replica(session)?.name.clone(), address })
     }
 

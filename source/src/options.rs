@@ -31,7 +31,7 @@ pub struct Options {
     pub announce: Option<HostPort>,
     /// Replicas that may have joined at the same time: 1 to [`MAX_REPLICAS`].
     pub max_replicas: u32,
-    /// Replicas that may read a snapshot and load it at the same time. `None`: all that have joined.
+    /// Replicas of one zone that may read a snapshot and load it at the same time. `None`: all that have joined.
     pub at_once: Option<NonZeroU32>,
     /// The memory of the tables.
     pub tables: TableOptions,

@@ -25,7 +25,7 @@ use remora_process::events;
 use remora_process::exit::Failure;
 use remora_process::service::Store;
 
-// Kept: a snapshot that outlives this process, in the descriptor store of systemd.
+// A snapshot that outlives this process, in the descriptor store of systemd.
 //
 // ```text
 //   snapshot complete ──▶ its table, that of other hosts, the journal, a record ══ FDSTORE=1 ══▶ systemd   the source ends
@@ -325,7 +325,7 @@ fn since_boot() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-// Socket: the source's port, where the service manager keeps it open (`remora-source@.socket`).
+// The source's port, where the service manager keeps it open (`remora-source@.socket`).
 //
 // ```text
 //   systemd opens the port ══ LISTEN_FDS ══▶ source ──▶ ends ──▶ starts again ══▶ accepts

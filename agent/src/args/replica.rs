@@ -375,7 +375,8 @@ pub struct RelayArgs {
     #[arg(long, value_name = "SIZE", value_parser = parse_rate, help_heading = "Other replicas")]
     pub download_limit: Option<Size>,
 
-    /// Location of this replica: a rack, a room, a region. Replicas prefer upstreams in the same zone.
+    /// Location of this replica: a rack, a room, a region. Replicas prefer upstreams in the same zone, and each zone
+    /// has its own turns (`--at-once` of the source).
     #[arg(long, value_name = "LABEL", default_value = "", value_parser = parse_zone, help_heading = "Other replicas")]
     pub zone: String,
 }

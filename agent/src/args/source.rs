@@ -67,10 +67,11 @@ pub struct SourceArgs {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_REPLICAS)), help_heading = "Serving")]
     pub max_replicas: u32,
 
-    /// Maximum number of replicas that read the snapshot and load it at the same time; the source makes further ones
-    /// wait for their turn, in the order in which they joined, and tells each its place. A server that only needs the
-    /// stream does not wait. The journal must hold what the primary writes until the last turn. Not for a windowed
-    /// snapshot, where each turn would cost the primary a fork. Default: all at once.
+    /// Maximum number of replicas that read the snapshot and load it at the same time, in each zone that replicas name
+    /// with --zone; the source makes further ones wait for their turn, in the order in which they joined, and tells
+    /// each its place. A server that only needs the stream does not wait. The journal must hold what the primary writes
+    /// until the last turn. Not for a windowed snapshot, where each turn would cost the primary a fork. Default: all at
+    /// once.
     #[arg(long, value_name = "N", help_heading = "Serving")]
     pub at_once: Option<NonZeroU32>,
 

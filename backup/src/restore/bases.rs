@@ -162,34 +162,37 @@ impl Places {
     }
 
     fn open_base(&self, base: Base, with_commands: bool, goes_on: &dyn Fn() -> bool) -> Result<Opened, Failure> {
-        let beside = || folder_for(&self.options(&Location::Path(PathBuf::new())));
-        match base {
-            Base::File { path, commands: Some(commands), .. } if with_commands => {
-                let (rdb, beside) = (checked_snapshot(&path)?, beside()?);
-                let stream = stream_of(&AofFolder::named(&commands)?, &rdb, beside.path(), goes_on)?;
-                Ok(Opened { path, rdb, stream: Some(stream), keeps: Some(Box::new(beside)) })
-            }
-            Base::File { path, .. } => {
-                let rdb = checked_snapshot(&path)?;
-                Ok(Opened { path, rdb, stream: None, keeps: None })
-            }
-            Base::Archived(archived, _) if with_commands && archived.manifest.kind == Kind::Journal => {
-                let beside = beside()?;
-                let Files::Folder(folder) = archived.fetch(None, beside.path(), goes_on)? else {
-                    return Err(Failure::refused(format!("{} has no commands", archived.address().display())));
-                };
-                let path = folder.path.join(BASE);
-                let rdb = checked_snapshot(&path)?;
-                let stream = stream_of(&folder, &rdb, beside.path(), goes_on)?;
-                Ok(Opened { path, rdb, stream: Some(stream), keeps: Some(Box::new(beside)) })
+        let folder_beside = || folder_for(&self.options(&Location::Path(PathBuf::new())));
+        // What is fetched, or put together, needs a folder until the source has read it.
+        let (path, commands, mut beside) = match base {
+            Base::File { path, commands, .. } => {
+                let commands = commands.filter(|_| with_commands);
+                (path, commands.map(|folder| AofFolder::named(&folder)).transpose()?, None)
             }
             Base::Archived(archived, _) => {
-                let beside = beside()?;
-                let path = archived.fetch_snapshot(beside.path(), goes_on)?;
-                let rdb = checked_snapshot(&path)?;
-                Ok(Opened { path, rdb, stream: None, keeps: Some(Box::new(beside)) })
+                let beside = folder_beside()?;
+                if with_commands && archived.manifest.kind == Kind::Journal {
+                    let Files::Folder(folder) = archived.fetch(None, beside.path(), goes_on)? else {
+                        return Err(Failure::refused(format!("{} has no commands", archived.address().display())));
+                    };
+                    (folder.path.join(BASE), Some(folder), Some(beside))
+                } else {
+                    (archived.fetch_snapshot(beside.path(), goes_on)?, None, Some(beside))
+                }
             }
+        };
+        let rdb = checked_snapshot(&path)?;
+        let mut stream = None;
+        if let Some(folder) = commands {
+            let written = match beside.take() {
+                Some(beside) => beside,
+                None => folder_beside()?,
+            };
+            stream = Some(stream_of(&folder, &rdb, written.path(), goes_on)?);
+            beside = Some(written);
         }
+        let keeps = beside.map(|beside| Box::new(beside) as Box<_>);
+        Ok(Opened { path, rdb, stream, keeps })
     }
 }
 
@@ -230,7 +233,7 @@ fn stream_of(
     let bytes = folder.commands().iter().filter_map(|path| path.metadata().ok()).map(|file| file.len()).sum();
     host::check_space("the stream of a backup", beside, bytes)?;
     let out = File::create_new(&path).map_err(|error| Failure::local(format!("{}: {error}", path.display())))?;
-    let end = write_stream(&folder.commands(), rdb.offset, &out, goes_on)?;
+    let end = write_stream(&folder.commands(), rdb.offset, (&path, &out), goes_on)?;
     Ok(StoredStream { path, end })
 }
 

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::io;
 
-use remora_protocol::{Message as Said, Offer, Relaying, Relays, Resume, Upstream};
+use remora_protocol::{Join, Message as Said, Offer, Relaying, Resume, Upstream};
 use remora_redis::ReplId;
 
 use super::memory::Lost;
@@ -91,9 +91,9 @@ pub(super) trait Deliver {
 
     // ---- slots that agents pass on to each other ----
 
-    /// How it takes part; `None`: it does not.
-    fn relays(&self) -> Option<Relays> {
-        None
+    /// Adds to a request how it takes part, if it does.
+    fn introduce(&self, request: Join) -> Join {
+        request
     }
 
     /// What it reports of its part.

@@ -12,8 +12,9 @@
 //! the schedules of [`super::plan`] have the servers' insides.
 //!
 //! What must hold: the primary forks never; it sends its stream once to each source; replicas take turns, at most
-//! [`AT_ONCE`] at a time, in the order in which they asked; one that needs no turn never waits for one; a free turn is
-//! given; no crowd comes back at once; and all are in step soon after the last fault.
+//! [`AT_ONCE`] of one zone at a time, in the order in which those of a zone asked; one that needs no turn never waits
+//! for one; a free turn is given, whatever the servers of other zones do; each is told its place within its zone; no
+//! crowd comes back at once; and all are in step soon after the last fault.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
@@ -32,8 +33,12 @@ use remora_source::parts::{CaptureError, CaptureEvent, Copies, Here, Reading, pl
 /// Servers behind the switch.
 const SERVERS: usize = 64;
 
-/// Replicas that load at the same time.
-const AT_ONCE: u32 = 4;
+/// Replicas of a zone that load at the same time.
+const AT_ONCE: u32 = 2;
+
+/// The zones, in which the servers stand by turns; those of the second one load slowly, and the last one has no name.
+const ZONES: [&str; 3] = ["east", "slow", ""];
+const SLOWER: u64 = 4;
 
 /// One step of the model.
 const TICK: Duration = Duration::from_millis(100);
@@ -109,6 +114,7 @@ enum Way {
 }
 
 struct Server {
+    zone: &'static str,
     way: Way,
     offset: u64,
     backoff: Backoff,
@@ -158,7 +164,8 @@ struct Source {
     /// The standby's own session here.
     standby: Option<Session>,
     next_session: Session,
-    free_since: Option<Duration>,
+    /// Since when a turn of a zone is free.
+    free_since: BTreeMap<&'static str, Duration>,
 }
 
 struct Offered(Offer);
@@ -198,7 +205,8 @@ impl Fleet {
         let mut draw = Random::seeded(seed);
         let epoch = Instant::now() + Duration::from_secs(3600);
         let servers = (0..SERVERS)
-            .map(|_| Server {
+            .map(|number| Server {
+                zone: ZONES[number % ZONES.len()],
                 way: Way::Follows,
                 offset: 0,
                 backoff: Backoff::seeded(draw.draw()),
@@ -404,7 +412,8 @@ impl Fleet {
         to.sessions.insert(session, number);
         self.servers[number].way = Way::Joined { source, session };
         let (name, address, reads) = (format!("server {number}"), String::new(), Format::Own);
-        self.tell(source, Event::Joined { session, name, address, resume, reads });
+        let zone = self.servers[number].zone.to_owned();
+        self.tell(source, Event::Joined { session, name, address, zone, resume, reads });
     }
 
     /// The primary continues it.
@@ -441,7 +450,7 @@ impl Fleet {
             Phase::Transfer
         } else {
             server.load += 1;
-            server.has_loaded = server.load > LOAD_STEPS;
+            server.has_loaded = server.load > LOAD_STEPS * if server.zone == "slow" { SLOWER } else { 1 };
             Phase::Load
         };
         if server.has_loaded {
@@ -556,7 +565,7 @@ impl Fleet {
         }
         (server.generation, server.reads, server.moved) = (generation, true, now);
         server.was_offered = true;
-        self.sources[place].free_since = None;
+        self.sources[place].free_since.remove(self.servers[number].zone);
     }
 
     fn offer(&self, generation: u64, offset: u64) -> Offer {
@@ -568,11 +577,12 @@ impl Fleet {
         Offer { generation, offset, snapshot, ..plan }
     }
 
-    /// The servers at this source whose turn runs.
-    fn loading(&self, place: usize) -> impl Iterator<Item = &Server> {
+    /// The servers of a zone at this source whose turn runs.
+    fn loading(&self, place: usize, zone: &'static str) -> impl Iterator<Item = &Server> {
         let of_it = self.sources[place].sessions.values().map(|&number| &self.servers[number]);
-        of_it.filter(|server| {
-            server.reads
+        of_it.filter(move |server| {
+            server.zone == zone
+                && server.reads
                 && !server.has_loaded
                 && (server.slots == SLOTS || self.now.saturating_sub(server.moved) <= STALL)
         })
@@ -586,14 +596,17 @@ impl Fleet {
 
     /// A server is offered a snapshot from its beginning.
     fn check_turn(&mut self, place: usize, number: usize) {
-        let others = self.loading(place).count();
+        let zone = self.servers[number].zone;
+        let others = self.loading(place, zone).count();
         if others >= AT_ONCE as usize {
-            return self.found(format!("{others} replicas load at source {place} when another begins"));
+            return self.found(format!("{others} replicas of {zone:?} load at source {place} when another begins"));
         }
         // The same switch has put them back together, in another order: that of a moment counts for nothing.
         let Server { asked: Some((_, asked)), was_offered: false, .. } = self.servers[number] else { return };
         let earlier = |(_, server): &(usize, &Server)| {
-            !server.was_offered && server.asked.is_some_and(|(_, first)| first + FLAP_EVERY < asked)
+            server.zone == zone
+                && !server.was_offered
+                && server.asked.is_some_and(|(_, first)| first + FLAP_EVERY < asked)
         };
         let before =
             self.waiting(place).find(earlier).map(|(other, server)| (other, server.asked.map(|(_, first)| first)));
@@ -694,7 +707,7 @@ impl Fleet {
         let now = self.now;
         let status = self.sources[place].machine.status();
         let Some(snapshot) = status.snapshot.filter(|snapshot| snapshot.is_sealed() && status.stream.is_some()) else {
-            self.sources[place].free_since = None;
+            self.sources[place].free_since.clear();
             return;
         };
         let (generation, is_young) = (snapshot.generation, self.epoch + now - MAX_AGE < snapshot.taken());
@@ -705,14 +718,31 @@ impl Fleet {
         if let Some(number) = late {
             return self.found(format!("server {number} waits at source {place}, though it needs no turn"));
         }
-        let has_free =
-            self.loading(place).count() < AT_ONCE as usize && self.waiting(place).next().is_some() && is_young;
-        let since = &mut self.sources[place].free_since;
-        if !has_free {
-            *since = None;
-        } else if now - *since.get_or_insert(now) > GIVEN_WITHIN {
-            self.found(format!("a turn at source {place} is free for {GIVEN_WITHIN:?}, and servers wait"));
+        for zone in ZONES {
+            let (waiting, next) = self.told_in(place, zone);
+            if waiting > 0 && next != 1 {
+                return self.found(format!("{next} of {waiting} that wait in {zone:?} are told that they are next"));
+            }
+            let waits = self.waiting(place).any(|(_, server)| server.zone == zone);
+            let has_free = waits && self.loading(place, zone).count() < AT_ONCE as usize && is_young;
+            let since = &mut self.sources[place].free_since;
+            if !has_free {
+                since.remove(zone);
+            } else if now - *since.entry(zone).or_insert(now) > GIVEN_WITHIN {
+                self.found(format!(
+                    "a turn of {zone:?} at source {place} is free for {GIVEN_WITHIN:?}, and servers wait"
+                ));
+            }
         }
+    }
+}
+
+impl Fleet {
+    /// How many replicas of a zone were told that they wait for a turn, and how many of them that they are next.
+    fn told_in(&self, place: usize, zone: &str) -> (usize, usize) {
+        let replicas = self.sources[place].machine.status().replicas.values().filter(|replica| replica.zone == zone);
+        let told = replicas.filter_map(|replica| replica.waits_because()).filter(|why| why.contains("(--at-once)"));
+        told.fold((0, 0), |(waiting, next), why| (waiting + 1, next + usize::from(why.contains("this one is next"))))
     }
 }
 
@@ -741,7 +771,7 @@ impl Source {
             sessions: BTreeMap::new(),
             standby: None,
             next_session: 0,
-            free_since: None,
+            free_since: BTreeMap::new(),
         }
     }
 }
@@ -801,6 +831,14 @@ mod tests {
         is_found(Mutation::TurnKept, "is free for");
         is_found(Mutation::PlaceLost, "is served before");
         is_found(Mutation::StandbyTakesTurn, "is free for");
+    }
+
+    #[test]
+    fn faults_of_zones_are_found() {
+        is_found(Mutation::ZonesShareTurns, "are told that they are next");
+        is_found(Mutation::ZoneHeldUp, "is free for");
+        is_found(Mutation::ZonelessTakeNoTurn, "replicas of \"\" load");
+        is_found(Mutation::LastComesFirst, "is served before");
     }
 
     #[test]

@@ -17,33 +17,23 @@
 // The docs name private items: read them in the source, or with `--document-private-items`.
 #![allow(rustdoc::private_intra_doc_links)]
 
-#[cfg(test)]
-mod against_real;
 mod bytes;
-mod cable;
 mod check;
 mod delivery;
-mod explore;
 mod fleet;
-mod late;
-mod liar;
 mod memory;
 mod operator;
 mod oracle;
 mod pins;
 mod plan;
-mod promises;
-mod queue;
-mod relay;
 mod replica_agent;
 mod run;
 mod server;
 mod source_agent;
-mod tables;
 #[cfg(test)]
 mod tests;
 mod wire;
 mod world;
 
-pub use self::explore::{Limits, Summary, explain, explore};
 pub use self::fleet::{Storm, storm};
+pub use self::run::{Limits, Summary, explain, explore};

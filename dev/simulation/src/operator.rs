@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use super::check::{STOP_LIMIT, Watch};
+use super::memory::Tables;
 use super::oracle::LATE;
 use super::plan::{Act, FIRST_REPLICA, PRIMARY, ReplicaPlan, SECOND, SourceOptions, Trap, UNREST, address};
 use super::replica_agent::{ReplicaAgent, ReplicaOptions};
 use super::run::Simulation;
 use super::source_agent::SourceAgent;
-use super::tables::Tables;
 use super::wire::{Address, Host, SOURCES, ServerId};
 use super::world::Event;
 use remora_conversation::transports::{RdmaRead, TransportChoice};

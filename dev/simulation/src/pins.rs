@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::rc::{Rc, Weak};
 use std::time::Duration;
 
-use super::promises::Promise;
 use super::wire::{Ask, Conn, End, Host, Keeper, Message, ServerId};
+use super::world::Promise;
 use super::world::{Event, World, facts};
 use remora_replica::parts::driver::PIN_SIZES;
 use remora_server::pins::{Book, Bounds, Extent, KEEP_LIMIT, Link, Next, NoPin, Pin, Released, Request};

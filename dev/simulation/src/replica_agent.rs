@@ -360,6 +360,7 @@ impl ReplicaAgent {
             server: String::new(),
             resume: None,
             plan_only: true,
+            zone: String::new(),
             relays: None,
         };
         self.say(world, Said::Join(join));
@@ -647,7 +648,8 @@ impl ReplicaAgent {
         let Stage::Running { kind, .. } = &self.stage else { return };
         let resume = self.delivery.resume();
         let (name, server) = (format!("replica {}", self.index), kind.clone());
-        self.say(world, Said::Join(Join { name, server, resume, plan_only: false, relays: self.delivery.relays() }));
+        let join = Join { name, server, resume, plan_only: false, zone: String::new(), relays: None };
+        self.say(world, Said::Join(self.delivery.introduce(join)));
     }
 
     fn tell_progress(&mut self, world: &mut World) {

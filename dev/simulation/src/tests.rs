@@ -3,9 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::explore::{Limits, explain, explore};
 use super::plan::Plan;
 use super::run::play;
+use super::run::{Limits, explain, explore};
 use remora_base::mutation::Mutation;
 use remora_base::pace::Random;
 

@@ -1,27 +1,29 @@
-//! World: time, the network and the servers of one schedule. Everything in it follows from one seed.
+//! World: time, the network and the servers of one schedule, and what replicas were promised. Everything in it follows
+//! from one seed.
 //!
 //! Messages of one connection keep their order; those of different connections overtake each other. What falls on the
 //! same microsecond happens in an order that the seed decides.
+//!
+//! A replica that is told to go to its primary is continued there. What the model servers really keep says whether such
+//! a promise was true when it was given, and was kept ([`Promises`]).
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use remora_fabric::sim::Random;
 use remora_redis::info::Info;
-use remora_redis::resp::{self, CommandDecoder, Limits};
-
-use super::late::Truth;
-use super::memory::Memories;
-use super::oracle::Oracle;
-use super::plan::UNREST;
-use super::promises::{Promise, Promises};
-use super::queue::Queue;
-use super::server::{Changed, Server, Session, Step, Traits};
-use super::wire::{Address, Conn, Effect, End, Host, Keeper, Message, ServerId, Timer};
+use remora_redis::resp::{CommandDecoder, Limits};
+use remora_redis::{ReplId, resp};
 use remora_replica::parts::driver::PIN_SIZES;
 use remora_server::simulated::ServerEnd;
 use remora_server::{Facts, Position};
 use remora_source::parts::CaptureEvent;
+
+use super::memory::Memories;
+use super::oracle::{Oracle, Truth};
+use super::plan::{Act, UNREST};
+use super::server::{Changed, Server, Session, Step, Traits};
+use super::wire::{Address, Conn, Effect, End, Host, Keeper, Message, ServerId, Timer};
 
 /// Lines of the log that a finding shows.
 const LOG_LINES: usize = 300;
@@ -626,5 +628,171 @@ pub(super) fn event_name(event: &CaptureEvent) -> &'static str {
         CaptureEvent::StreamResumed => "stream resumed",
         CaptureEvent::HistoryChanged { .. } => "history changed",
         CaptureEvent::StreamLost { .. } => "stream lost",
+    }
+}
+
+/// When something happens: its time, a number that decides between things of one time, and the number of the call.
+type When = (Duration, u64, u64);
+
+/// Things to happen. They are large, so that only their places are sorted.
+pub(super) struct Queue<T> {
+    order: BTreeMap<When, usize>,
+    things: Vec<Option<T>>,
+    free: Vec<usize>,
+    calls: u64,
+}
+
+impl<T> Queue<T> {
+    pub(super) fn new() -> Queue<T> {
+        Queue { order: BTreeMap::new(), things: Vec::new(), free: Vec::new(), calls: 0 }
+    }
+
+    /// Adds a thing. Of two at one time, the one with the smaller `tie` is the first, and else the one that came first.
+    pub(super) fn add(&mut self, time: Duration, tie: u64, thing: T) {
+        let place = self.free.pop().unwrap_or_else(|| {
+            self.things.push(None);
+            self.things.len() - 1
+        });
+        self.things[place] = Some(thing);
+        self.calls += 1;
+        self.order.insert((time, tie, self.calls), place);
+    }
+
+    /// The time of the next thing.
+    pub(super) fn next_time(&self) -> Option<Duration> {
+        self.order.first_key_value().map(|(&(time, ..), _)| time)
+    }
+
+    /// Takes the next thing.
+    pub(super) fn pop(&mut self) -> Option<(Duration, T)> {
+        let ((time, ..), place) = self.order.pop_first()?;
+        self.free.push(place);
+        self.things[place].take().map(|thing| (time, thing))
+    }
+}
+
+/// How long a promise is kept, as far as nothing is disturbed: a little less than a pin lives at least.
+const KEPT_FOR: Duration = Duration::from_secs(12);
+
+/// What happened this long before can still have an effect: a message that is under way.
+const MARGIN: Duration = Duration::from_secs(1);
+
+/// What a replica was promised, and how the primary was then.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Promise {
+    pub(super) primary: ServerId,
+    pub(super) replid: ReplId,
+    pub(super) at: Duration,
+    pub(super) next: u64,
+    pub(super) end: u64,
+    /// The primary kept the replica's next byte, for longer than another link needs.
+    pub(super) was_kept: bool,
+    /// A pin was possible there.
+    pub(super) is_possible: bool,
+}
+
+/// See the module's text.
+#[derive(Default)]
+pub(super) struct Promises {
+    of: BTreeMap<ServerId, Promise>,
+    /// Links that were to pin: when they asked, and where the server was.
+    pins: BTreeMap<Conn, (Duration, ReplId, u64)>,
+    /// When something last happened that can break a promise.
+    disturbed: Duration,
+    pub(super) finding: Option<String>,
+}
+
+impl Promises {
+    /// A replica is told to go.
+    pub(super) fn given(&mut self, to: ServerId, promise: Promise, primary: &Server) {
+        if !promise.was_kept && promise.next < primary.kept_from() {
+            self.finding.get_or_insert(format!(
+                "server {} is told to go to its primary at offset {}, which the primary may drop at any moment: it keeps {} on",
+                to.0,
+                promise.next,
+                primary.kept_from()
+            ));
+        }
+        self.of.insert(to, promise);
+    }
+
+    /// Something may break a promise.
+    pub(super) fn disturbed(&mut self, until: Duration) {
+        self.disturbed = self.disturbed.max(until);
+    }
+
+    /// The operator does something.
+    pub(super) fn act(&mut self, now: Duration, act: Act) {
+        let is_harmless = matches!(
+            act,
+            Act::StartAgent(_)
+                | Act::BreakLane(_)
+                | Act::Save(_)
+                | Act::Burst
+                | Act::LongWrite
+                | Act::Flood
+                | Act::FlushPrimary
+                | Act::Look
+                | Act::Final
+        );
+        if !is_harmless {
+            self.disturbed(now);
+        }
+    }
+
+    /// A link asks to be continued so that it pins.
+    pub(super) fn pin_asked(&mut self, conn: Conn, now: Duration, server: &Server) {
+        let end = server.backlog_range().map_or(0, |(_, end)| end);
+        self.pins.insert(conn, (now, server.replid, end));
+    }
+
+    /// A server does not continue the one at the other end.
+    pub(super) fn not_continued(&mut self, now: Duration, server: &Server, conn: Conn, asks: End) {
+        let end = server.backlog_range().map_or(0, |(_, end)| end);
+        let is_undisturbed = |since: Duration, replid: ReplId| {
+            self.disturbed + MARGIN < since && server.replid == replid && server.follows.is_none()
+        };
+        let finding = match asks {
+            End::Pin(..) => self.pins.get(&conn).and_then(|&(since, replid, before)| {
+                let is_as_asked =
+                    is_undisturbed(since, replid) && (end - before) <= server.traits.backlog_bytes as u64 / 8;
+                is_as_asked
+                    .then(|| "a link that was to pin asked for what the primary does not keep for certain".to_string())
+            }),
+            End::Server(replica) => self.of.get(&replica).and_then(|promise| {
+                let written = end.saturating_sub(promise.end) + PIN_SIZES.prefill;
+                let is_bounded = written < server.output_limit() as u64 / 2;
+                let is_soon = now < promise.at + KEPT_FOR;
+                let is_it = promise.primary == server.traits.id && promise.is_possible && is_bounded && is_soon;
+                (is_it && is_undisturbed(promise.at, promise.replid)).then(|| {
+                    format!(
+                        "server {} was told at {:?} to go to its primary at offset {}, and takes a full copy there",
+                        replica.0, promise.at, promise.next
+                    )
+                })
+            }),
+            _ => None,
+        };
+        self.finding = self.finding.take().or(finding);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn things_come_by_time_then_by_tie_then_in_the_order_of_the_calls() {
+        let (mut queue, second) = (Queue::new(), Duration::from_secs(1));
+        for (time, tie, thing) in [(2, 0, "e"), (1, 7, "d"), (1, 0, "a"), (1, 0, "b"), (1, 3, "c")] {
+            queue.add(second * time, tie, thing);
+        }
+        assert_eq!(queue.next_time(), Some(second));
+        let first: Vec<_> = (0..3).filter_map(|_| queue.pop()).map(|(_, thing)| thing).collect();
+        assert_eq!(first, ["a", "b", "c"]);
+        queue.add(second, 0, "again");
+        assert_eq!(queue.pop(), Some((second, "again")));
+        assert_eq!((queue.pop(), queue.pop()), (Some((second, "d")), Some((second * 2, "e"))));
+        assert_eq!((queue.pop(), queue.next_time()), (None, None));
     }
 }

@@ -64,15 +64,15 @@ pub(crate) const TOKEN: &str = "--token-file";
 pub(crate) const START_LIMIT: Duration = Duration::from_secs(60);
 
 // Scale: prints the table of 1,000 replicas in racks that docs/explanation/relay.md shows. The model is a test of the
-// agent.
+// source.
 
 /// The test that prints the table.
-const TABLE: &str = "source::topology::scale::by_command::table";
+const TABLE: &str = "topology::tests::by_command::table";
 
 /// Runs the model and prints its table.
 pub(crate) fn print_scale() -> Result<()> {
     let mut command = cargo();
-    command.args(["test", "--locked", "--quiet", "--package", "remora-agent", "--lib", "--", "--exact", TABLE]);
+    command.args(["test", "--locked", "--quiet", "--package", "remora-source", "--lib", "--", "--exact", TABLE]);
     let status = command.args(["--ignored", "--nocapture"]).status()?;
     if status.success() { Ok(()) } else { Err(format!("the model {TABLE} failed: {status}").into()) }
 }

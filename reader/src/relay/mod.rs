@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use remora_fabric::{Memory, TransportKind};
-use remora_protocol::{LossCause, Message, Offer, Relaying, Relays, TableOffer, Upstream};
+use remora_protocol::{Join, LossCause, Message, Offer, Relaying, Relays, TableOffer, Upstream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::AbortHandle;
 
@@ -96,10 +96,12 @@ impl Relay {
         Ok(Relay { read, options, credentials, name, meter, takes_part, serving, copy, assignment, upstream })
     }
 
-    /// What the source needs to know. `None` if no slots pass between this replica and others.
-    pub fn introduction(&self) -> Option<Relays> {
+    /// Adds to a request what the source needs to know: the zone, and how slots pass between this replica and others,
+    /// if they do.
+    pub fn introduce(&self, request: Join) -> Join {
         let serves_at = self.serving.as_ref().map(|serving| serving.address().to_string()).unwrap_or_default();
-        self.takes_part.then(|| Relays { serves_at, zone: self.options.zone.clone() })
+        let relays = self.takes_part.then_some(Relays { serves_at });
+        Join { zone: self.options.zone.clone(), relays, ..request }
     }
 
     /// What the next feed must provide; `kept`: the memory of the copy that it can go on with.

@@ -464,7 +464,8 @@ impl Driver {
         } else if progress.copy.is_some() {
             held = held.max(self.meter.slots_held.get());
         }
-        self.send(join_again(Some(&self.facts.name), &self.facts.kind, &progress, held, self.relay.introduction()));
+        let request = join_again(Some(&self.facts.name), &self.facts.kind, &progress, held);
+        self.send(Message::Join(self.relay.introduce(request)));
     }
 
     fn connect_tables(&self, attempt: u64, offer: Box<Offer>) {

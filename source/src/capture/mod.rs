@@ -31,23 +31,18 @@
 //!
 //! - [`Plan`]: what a capture is given; [`CaptureEvent`]: what it reports. `method`: how it takes the snapshot.
 //! - `snapshot`: the snapshot's bytes, as the server sends them or from a file, and the thread that seals them.
-//! - `with_module`: the other way, in which the server's child writes into the table, and the server the rest.
-//! - `copied`: a third way, in which the snapshot is a copy of another source's.
-//! - `stored`: which way is tried first, and a snapshot from a backup or a file.
-//! - `sweep`: a way without a fork, in which the module writes all of it and sends it to the capture.
+//! - `with_module`: the other ways, in which the server's child writes into the table, and the server the rest; or,
+//!   without a fork, the module sends all of it to the capture.
+//! - `bases`: which way is tried first, and a snapshot from a backup, from a file, or as a copy of another source's.
 //! - `stream`: the stream behind it, into the journals.
 //! - `psync_link` drives every handshake, on a connection that owns what was read ahead of it. Its `Pieces` stand
 //!   in place of a server in tests and in the simulation.
 
-mod copied;
+mod bases;
 mod method;
 pub(crate) mod psync_link;
-#[cfg(test)]
-mod scripted;
 mod snapshot;
-mod stored;
 mod stream;
-mod sweep;
 mod with_module;
 
 use std::collections::BTreeSet;
@@ -56,29 +51,42 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use remora_fabric::Memory;
+use remora_protocol::Offer;
+use remora_reader::source::Way;
 use remora_redis::ReplId;
 use remora_redis::psync::client;
 use remora_table::{Geometry, State};
 use tokio::sync::mpsc::UnboundedSender;
 
-pub(crate) use self::copied::Offered;
+pub(crate) use self::bases::{Candidate, Data, Known, Tried, World, candidate, of_the_server, order};
 pub(crate) use self::method::{Method, MethodHistory, ModuleRules};
 use self::psync_link::Silence;
 pub use self::snapshot::Intake;
 pub(crate) use self::snapshot::SnapshotFile;
-pub(crate) use self::stored::{Tried, candidate, of_the_server};
 pub(crate) use self::stream::Journal;
 pub use self::stream::Written;
 use self::stream::{Follower, Following};
-use crate::captured::Captured;
+use crate::captured::{Captured, Presence, REMEDY, Tuning};
 use crate::gauge::Gauge;
-use crate::presence::Presence;
-use crate::server_settings::{REMEDY, Tuning};
 use crate::tables::{RemoteTable, SealedTable};
 use remora_base::units::Size;
 use remora_process::rdb_file::Stored;
 use remora_server::own_changes::why_not_as_its_primary;
 use remora_server::{OutputLimit, Server, ServerError, Task, refusals};
+
+/// What the first source offers, and how it is read.
+pub(crate) struct Offered {
+    pub(crate) offer: Offer,
+    pub(crate) way: Way,
+    /// The conversation in which it was offered has ended.
+    pub(crate) is_over: Arc<AtomicBool>,
+}
+
+impl AsRef<Offer> for Offered {
+    fn as_ref(&self) -> &Offer {
+        &self.offer
+    }
+}
 
 /// One capture: a snapshot of the server and, unless another capture follows it, the replication stream behind it.
 // Larger than the bound: a method for each step of the two ways to take a snapshot, in the files named after them.

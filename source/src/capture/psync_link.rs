@@ -530,7 +530,7 @@ fn received(result: io::Result<usize>) -> io::Result<Received> {
     }
 }
 
-// Pieces: a connection whose bytes come in the pieces that a test or the simulation chooses. A kernel delivers what was
+// A connection whose bytes come in the pieces that a test or the simulation chooses. A kernel delivers what was
 // written in any pieces: parts of one write, or several writes at once.
 
 /// The end of a connection whose pieces the other end chooses. A clone is the same connection.
@@ -585,7 +585,7 @@ mod tests {
 
     use remora_redis::psync::client::Channel;
 
-    use super::super::scripted::{FULL, HISTORY, MARK, Primary, Rig, history, link_cause};
+    use super::super::tests::{FULL, HISTORY, MARK, Primary, Rig, history, link_cause};
     use super::*;
 
     /// What the server answers to a handshake with these options, and the bytes behind the handshake.

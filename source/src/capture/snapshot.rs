@@ -17,10 +17,10 @@ use remora_table::{Identity, Kind, Method, Origin, SnapshotSealer, SnapshotWrite
 use super::psync_link::{Announced, Opening, PsyncLink, Received, Socket, is_same_history, out_of_place};
 use super::stream::{self, Follower, Following, Journal};
 use super::{Capture, CaptureError, CaptureEvent, Plan};
+use crate::captured::OutputBuffer;
 use crate::compression::{Policy, Processors, World};
 use crate::gauge::Gauge;
 use crate::options::Compress;
-use crate::server_settings::OutputBuffer;
 use remora_base::mutation::Mutation;
 use remora_base::units::Moment;
 use remora_process::exit::Failure;
@@ -783,7 +783,7 @@ mod tests {
     use remora_redis::psync::client::Options;
 
     use super::super::psync_link::Opening;
-    use super::super::scripted::{FULL, MARK, Primary, Rig, SLOT_BYTES, SLOTS, content, link_cause};
+    use super::super::tests::{FULL, MARK, Primary, Rig, SLOT_BYTES, SLOTS, content, link_cause};
     use super::*;
 
     /// Bytes of three and a half slots.
@@ -946,7 +946,7 @@ mod tests {
         let now = Instant::now();
         let file = |taken| SnapshotFile {
             path: PathBuf::new(),
-            replid: super::super::scripted::history(),
+            replid: super::super::tests::history(),
             offset: 7,
             bytes: 1,
             taken: Moment::seconds(taken),
@@ -966,7 +966,7 @@ mod tests {
         (rig.capture.plan.remote, rig.capture.plan.sealed_journal) = (None, None);
         let (memory, geometry) = rig.capture.plan.snapshot.clone();
         let create = || {
-            let replid = super::super::scripted::history();
+            let replid = super::super::tests::history();
             let identity = rig.capture.identity(Kind::Snapshot, replid, 77);
             SnapshotWriter::create(memory.clone(), geometry, identity, 0).unwrap()
         };

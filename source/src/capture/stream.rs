@@ -484,7 +484,7 @@ impl Plan {
 mod tests {
     #![allow(clippy::unwrap_used)]
 
-    use super::super::scripted::{Rig, history};
+    use super::super::tests::{Rig, history};
     use super::*;
 
     #[test]

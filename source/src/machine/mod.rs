@@ -18,7 +18,7 @@
 //! (`Ending`). After that the next snapshot may begin.
 //!
 //! Invariant, restored by `settle` after every event: *no replica waits while a snapshot could serve it or
-//! could be begun for it* (but for its turn, `turns`), and *a slot is reused only after every replica it was promised
+//! could be begun for it* (but for its turn, `waiting`), and *a slot is reused only after every replica it was promised
 //! to has received it*. The tests in `replay.rs` check both after every event of random runs.
 //!
 //! One thread decides for all replicas, and a replica reports its progress up to 20 times a second. So a report costs
@@ -28,11 +28,9 @@
 // Larger than the bound: all decisions about snapshots and replicas stand in one place.
 
 mod event;
-mod late;
-mod pauses;
 #[cfg(test)]
 mod replay;
-mod turns;
+mod waiting;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -44,10 +42,10 @@ use remora_table::Origin;
 
 use self::event::Slowest;
 pub use self::event::{Action, Event, Format, Replica, Report, Resume, Rules, Session, Snapshot, Stage, Status};
-use self::late::Lost;
-pub use self::pauses::{Failures, Forks};
-use self::pauses::{LEAST_RATE, Pace};
-use self::turns::Turns;
+pub use self::event::{Failures, Forks};
+use self::event::{LEAST_RATE, Pace};
+use self::waiting::Lost;
+use self::waiting::{Left, Turns};
 use super::capture::{CaptureError, CaptureEvent};
 use super::gauge::Reading;
 use remora_base::pace::Backoff;
@@ -142,11 +140,11 @@ impl Machine {
         self.forks.look(now, self.snapshot.as_ref().is_some_and(Snapshot::has_a_child));
         let mut actions = Vec::new();
         match event {
-            Event::Joined { session, name, address, resume, reads } => {
-                self.join(now, session, (name, address), resume, reads, &mut actions);
+            Event::Joined { session, name, address, zone, resume, reads } => {
+                self.join(now, session, (name, address, zone), resume, reads, &mut actions);
             }
             Event::StandbyJoined { session, name, address } => {
-                self.join(now, session, (name, address), None, Format::Own, &mut actions);
+                self.join(now, session, (name, address, String::new()), None, Format::Own, &mut actions);
                 if let Some(replica) = self.replicas.get_mut(&session) {
                     replica.is_standby = true;
                 }
@@ -178,7 +176,7 @@ impl Machine {
         &mut self,
         now: Instant,
         session: Session,
-        (name, address): (String, String),
+        (name, address, zone): (String, String, String),
         resume: Option<Resume>,
         reads: Format,
         actions: &mut Vec<Action>,
@@ -199,6 +197,7 @@ impl Machine {
             place: place.unwrap_or_else(|| self.lost.place(since, now, &name)),
             name,
             address,
+            zone,
             joined: now,
             last_seen: now,
             generation: None,
@@ -239,7 +238,7 @@ impl Machine {
         if at.phase > Phase::Load
             && let Some(since) = replica.turn_since.take()
         {
-            self.turns.ended(now.duration_since(since));
+            self.turns.ended(&replica.zone, now.duration_since(since));
         }
         let is_reading = replica.is_reading();
         let has_ended = |ending: &Ending| {
@@ -465,23 +464,24 @@ impl Machine {
         let waits = |(&session, replica): (&Session, &Replica)| replica.waits().then_some((replica.place, session));
         let mut waiting: Vec<(Instant, Session)> = self.replicas.iter().filter_map(waits).collect();
         waiting.sort_unstable();
+        if Mutation::LastComesFirst.is_active() {
+            waiting.reverse();
+        }
         waiting.into_iter().map(|(_, session)| session).collect()
     }
 
     fn serve_waiting(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let waiting = self.waiting();
         let (mut unserved, mut queued) = (Vec::new(), Vec::new());
-        let mut left = self.turns.left(now, self.reading.is_windowed, self.rules.stall_limit, self.replicas.values());
+        let mut left = self.turns_left(now, self.rules.stall_limit);
         for session in waiting {
             if self.can_serve(now, session) {
-                let needs_turn = self.needs_turn(session);
-                match &mut left {
-                    Some(0) if needs_turn => {
-                        queued.push(session);
-                        continue;
-                    }
-                    Some(left) if needs_turn && !Mutation::TurnsUncounted.is_active() => *left -= 1,
-                    _ => {}
+                let turn = self.replicas.get(&session).filter(|_| self.needs_turn(session));
+                if let (Some(replica), Some(left)) = (turn, &mut left)
+                    && let Err(before) = left.take(&replica.zone)
+                {
+                    queued.push((session, before));
+                    continue;
                 }
                 self.offer(now, session, actions);
             } else if self.replicas.get(&session).is_some_and(Replica::is_loaded) {
@@ -494,9 +494,10 @@ impl Machine {
                 unserved.push(session);
             }
         }
-        for (before, session) in queued.iter().enumerate() {
-            let reason = self.turns.told(before);
-            self.tell(*session, reason, actions);
+        for &(session, before) in &queued {
+            let zone = self.replicas.get(&session).map_or("", |replica| &replica.zone);
+            let reason = self.turns.told(zone, before);
+            self.tell(session, reason, actions);
         }
         self.has_waiting = !unserved.is_empty() || !queued.is_empty();
         let first_wanted = self.eager && self.snapshots_taken == 0 && self.snapshot.is_none();
@@ -504,7 +505,9 @@ impl Machine {
             return;
         }
         let late = match self.snapshot {
-            Some(_) => late::told(&self.rules, &self.reading, unserved.iter().filter_map(|of| self.replicas.get(of))),
+            Some(_) => {
+                waiting::told_late(&self.rules, &self.reading, unserved.iter().filter_map(|of| self.replicas.get(of)))
+            }
             None => "",
         };
         let reason = match self.why_not_begin(now) {
@@ -533,9 +536,14 @@ impl Machine {
         self.replicas.get(&session).is_some_and(|replica| replica.is_standby)
     }
 
+    /// The turns that are free; `None`: nobody needs one.
+    fn turns_left(&self, now: Instant, stall_limit: Duration) -> Option<Left> {
+        self.turns.left(now, self.reading.is_windowed, stall_limit, self.replicas.values())
+    }
+
     fn needs_turn(&self, session: Session) -> bool {
         let generation = self.snapshot.as_ref().map_or(0, |snapshot| snapshot.generation);
-        self.replicas.get(&session).is_some_and(|replica| turns::needs_turn(replica, generation))
+        self.replicas.get(&session).is_some_and(|replica| waiting::needs_turn(replica, generation))
     }
 
     fn offer(&mut self, now: Instant, session: Session, actions: &mut Vec<Action>) {
@@ -587,7 +595,7 @@ impl Machine {
             && self
                 .replicas
                 .get(&session)
-                .and_then(|replica| late::too_late(&self.rules, &self.reading, replica))
+                .and_then(|replica| waiting::too_late(&self.rules, &self.reading, replica))
                 .is_none()
             && (held.is_some() || snapshot.is_for(joined, now, self.rules.max_age))
     }
@@ -888,8 +896,8 @@ mod kept_tests {
 
     fn join(machine: &mut Machine, now: Instant, resume: Option<Resume>) -> Vec<Action> {
         let reading = Reading { published: 9, journal_first: OFFSET + 1, journal_end: 500, ..Reading::default() };
-        let (name, address) = ("r1".to_owned(), String::new());
-        machine.apply(now, reading, Event::Joined { session: 1, name, address, resume, reads: Format::Own })
+        let (name, address, zone) = ("r1".to_owned(), String::new(), String::new());
+        machine.apply(now, reading, Event::Joined { session: 1, name, address, zone, resume, reads: Format::Own })
     }
 
     #[test]

@@ -114,7 +114,8 @@ impl Play {
             _ => None,
         };
         let reads = if self.draw.below(4) == 0 { Format::Shared } else { Format::Own };
-        Event::Joined { session, name: String::new(), address: String::new(), resume, reads }
+        let zone = ["", "east", "west"][self.draw.below(3) as usize].to_owned();
+        Event::Joined { session, name: String::new(), address: String::new(), zone, resume, reads }
     }
 
     fn progress(&mut self, session: Session) -> Event {
@@ -238,10 +239,10 @@ impl Play {
             assert!(!machine.can_serve(self.now, session), "{session} waits and could be served\n{}", self.told);
         }
         // That a reader takes nothing, or that a snapshot is too old, is seen at the next look at all replicas.
-        let all = machine.replicas.values();
-        let no_turn = machine.turns.left(self.now, self.reading.is_windowed, Duration::MAX, all) == Some(0);
+        let left = machine.turns_left(self.now, Duration::MAX);
         for session in queued {
-            let is_in_turn = no_turn && machine.needs_turn(session);
+            let has_none = left.as_ref().is_some_and(|left| left.is_none(&machine.replicas[&session].zone));
+            let is_in_turn = has_none && machine.needs_turn(session);
             let waits = is_in_turn || !machine.can_serve(self.now, session);
             assert!(waits, "{session} waits for a turn that it could have\n{}", self.told);
         }

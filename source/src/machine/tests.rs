@@ -62,8 +62,12 @@ impl Bench {
     }
 
     fn join_with(&mut self, session: Session, resume: Option<Resume>) -> Vec<Action> {
-        let (name, address) = (format!("r{session}"), String::new());
-        self.event(Event::Joined { session, name, address, resume, reads: Format::Own })
+        self.join_in("", session, resume)
+    }
+
+    fn join_in(&mut self, zone: &str, session: Session, resume: Option<Resume>) -> Vec<Action> {
+        let (name, address, zone) = (format!("r{session}"), String::new(), zone.to_owned());
+        self.event(Event::Joined { session, name, address, zone, resume, reads: Format::Own })
     }
 
     fn after(&mut self, time: Duration) -> Vec<Action> {
@@ -923,6 +927,38 @@ fn replicas_load_in_turn_in_the_order_in_which_they_joined() {
 }
 
 #[test]
+fn each_zone_has_turns_of_its_own_and_a_place_is_one_within_the_zone() {
+    let mut bench = with_turns(1);
+    assert_eq!(offers(&bench.join_in("east", 1, None)), [1]);
+    let second = bench.join_in("east", 2, None);
+    assert_eq!(
+        turns(&second)[0].1,
+        concat!(
+            "another replica of zone east loads at present, which is the limit of this source for each zone (--at-once); ",
+            "this one is next"
+        )
+    );
+    // Neither the slow one of another zone nor the one that waits there is before these.
+    assert_eq!(offers(&bench.join_in("west", 3, None)), [3]);
+    assert_eq!(offers(&bench.join_in("", 4, None)), [4]);
+    let (fifth, sixth) = (bench.join_in("west", 5, None), bench.join_in("", 6, None));
+    assert!(turns(&fifth)[0].1.ends_with("this one is next"), "{fifth:?}");
+    assert!(turns(&sixth)[0].1.starts_with("another replica loads at present"), "{sixth:?}");
+    // How long a turn takes is known of the west only, and better than nothing elsewhere.
+    bench.now += Duration::from_secs(30);
+    let actions = bench.progress(3, Phase::CatchUp, 9);
+    assert_eq!(offers(&actions), [5]);
+    let told = turns(&actions);
+    assert!(told.iter().all(|(_, text)| text.ends_with("this one is next, for about 30 s")), "{told:?}");
+    bench.now += Duration::from_secs(10);
+    let actions = bench.progress(4, Phase::CatchUp, 9);
+    assert_eq!(offers(&actions), [6]);
+    let seventh = bench.join_in("", 7, None);
+    assert!(turns(&seventh)[0].1.ends_with("for about 40 s"), "{seventh:?}");
+    assert_eq!(offers(&bench.event(Event::Gone { session: 1, done: false })), [2]);
+}
+
+#[test]
 fn a_replica_that_has_loaded_or_comes_back_in_the_middle_does_not_wait_for_a_turn() {
     let mut bench = with_turns(1);
     bench.journal_at(11, 100);
@@ -1036,9 +1072,9 @@ fn a_standby_serves_copies_under_their_own_numbers_and_asks_its_server_for_nothi
     // A reader that comes from the first source with a part of it, whatever the format of its server.
     bench.journal_at(11, 100);
     bench.started(5001, replid(1), 60);
-    let (name, address, reads) = (String::new(), String::new(), Format::Shared);
+    let (name, address, zone, reads) = (String::new(), String::new(), String::new(), Format::Shared);
     let resume = Some(Resume { generation: 5001, held_slots: 4, loaded: None });
-    let joined = bench.event(Event::Joined { session: 2, name, address, resume, reads });
+    let joined = bench.event(Event::Joined { session: 2, name, address, zone, resume, reads });
     assert_eq!(offers(&joined), [2]);
     assert_eq!(bench.machine.status().replica(2).unwrap().at.slots_below, 4);
 }

@@ -35,9 +35,6 @@
 //! the same way. Either its peer lends slowly or its own link has become slow, and a swap would put a slow link in
 //! front of a fast one.
 
-#[cfg(test)]
-mod scale;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -582,7 +579,7 @@ enum Pace {
     Unclear,
 }
 
-// Accusations: replicas that report that a peer lent them wrong bytes, and what follows from their reports.
+// Replicas that report that a peer lent them wrong bytes, and what follows from their reports.
 //
 // The source does not see what one replica lends to another. A report may be false: the accuser may have bad memory,
 // or its operator wants the others to read from the source. So a report costs the peer the accuser as a reader, and no

@@ -540,8 +540,14 @@ fn questions_without_end_cost_the_primary_few_commands_and_the_last_one_is_answe
         let primary = primary(kind).start().unwrap();
         fill_keys(&primary, 100, "value");
         let source = Source::start(&primary, &["--eager"]);
-        let plan =
-            Join { name: "plan".into(), server: "Valkey 9.1".into(), resume: None, plan_only: true, relays: None };
+        let plan = Join {
+            name: "plan".into(),
+            server: "Valkey 9.1".into(),
+            resume: None,
+            plan_only: true,
+            zone: String::new(),
+            relays: None,
+        };
         for question in [Message::HandOffQuery { generation: 0, offset: 7 }, Message::Join(plan)] {
             let before = infos(&primary);
             let answers = Runtime::new().unwrap().block_on(ask(&source, &question));
@@ -681,7 +687,7 @@ impl Session {
 
     fn join(&mut self, resume: Option<Resume>) {
         let (name, server) = ("test".into(), "Redis 7.0".into());
-        self.send(Message::Join(Join { name, server, resume, plan_only: false, relays: None }));
+        self.send(Message::Join(Join { name, server, resume, plan_only: false, zone: String::new(), relays: None }));
     }
 
     fn offer(&mut self) -> Offer {

@@ -108,6 +108,38 @@ fn with_a_limit_replicas_load_in_turn_and_each_is_told_its_place() {
 }
 
 #[test]
+fn a_zone_does_not_wait_for_a_slow_server_of_another_one() {
+    let Some(kind) = require::valkey() else { return };
+    let primary = primary(kind).start().unwrap();
+    load(&primary, 24, MIB);
+    let source = Source::start(&primary, &["--memory", "128MiB", "--at-once", "1"]);
+    let servers = servers(kind, 3);
+    // Six seconds of reading.
+    let slowly = ["--transport", "tcp", "--download-limit", "4MiB", "--zone", "east", "--name", "first"];
+    let mut agents = vec![source.replica(&servers[0], &slowly)];
+    source.wait_for_status("the first to read", |status| slots_of(status, "first").is_some_and(|held| held > 0));
+    agents.push(source.replica(&servers[1], &["--transport", "tcp", "--zone", "east", "--name", "second"]));
+    let why = |status: &Value| {
+        let replica = status["replicas"].as_array()?.iter().find(|one| one["name"] == "second")?;
+        replica["transport_why"].as_str().map(str::to_owned)
+    };
+    let waits = |status: &Value| why(status).is_some_and(|why| why.starts_with("another replica of zone east loads"));
+    source.wait_for_status("the second to wait for its turn in its zone", waits);
+    // By shared memory, where no slots are passed on: its zone is known all the same.
+    let west = ["--transport", "shm", "--zone", "west", "--name", "third"];
+    source.replicate(&servers[2], &west);
+    let status = source.status();
+    assert!(waits(&status), "the west has waited for the east: {status}");
+    for agent in &mut agents {
+        agent.wait_for_success(LONG).unwrap();
+    }
+    assert_eq!(syncs(&primary), (1, 3));
+    for server in &servers {
+        assert_same_data(&primary, server);
+    }
+}
+
+#[test]
 #[ignore = "long: make test-all"]
 fn a_stopped_agent_and_a_killed_agent_delay_no_other_replica() {
     for kind in require::kinds() {

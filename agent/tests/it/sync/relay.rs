@@ -851,7 +851,8 @@ async fn join(source: &str, token: &Token, address: SocketAddr, security: Securi
         server: "Valkey 9.1".into(),
         resume: None,
         plan_only: false,
-        relays: Some(Relays { serves_at: address.to_string(), zone: String::new() }),
+        zone: String::new(),
+        relays: Some(Relays { serves_at: address.to_string() }),
     };
     connection.send(Message::Join(join)).await.unwrap();
     loop {

@@ -1,5 +1,6 @@
 //! Source agent: the real machine of a source, and actors in the place of its captures.
 
+mod cable;
 mod standby;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -11,13 +12,13 @@ use remora_protocol::{
 };
 use remora_redis::ReplId;
 
+use self::cable::Cable;
 use self::standby::{CALL, COPY, Copy, First};
-use super::cable::Cable;
-use super::late::Watched;
 use super::memory::{Journal, Snapshot};
+use super::memory::{SLOT_BYTES, journal_geometry};
+use super::oracle::Watched;
 use super::pins::{Pinning, Pins};
 use super::plan::{SourceOptions, UNREST};
-use super::tables::{SLOT_BYTES, journal_geometry};
 use super::wire::{Address, Ask, Conn, End, Host, Keeper, Message};
 use super::world::{Event, World, event_name, facts, shown};
 use remora_base::pace::Backoff;
@@ -240,11 +241,11 @@ impl SourceAgent {
             }
             Said::Join(join) => {
                 let resume = join.resume.as_ref().map(Resume::of);
-                let (name, address) = (join.name, String::new());
+                let (name, address, zone) = (join.name, String::new(), join.zone);
                 let now = world.now;
                 self.sessions.entry(session).and_modify(|peer| (peer.joined, peer.asked) = (now, Some(now)));
                 self.assignments.introduce(world, conn, session, join.relays);
-                Input::Joined { session, name, address, resume, reads: Format::Shared }
+                Input::Joined { session, name, address, zone, resume, reads: Format::Shared }
             }
             Said::Progress(progress) => {
                 if self.machine.status().offered(session) != Some(progress.generation) {
@@ -788,7 +789,7 @@ impl SourceAgent {
             return None;
         }
         let first = replica.held_slots(generation);
-        let joining = Joining { serves: !relays.serves_at.is_empty(), zone: relays.zone, witness, first };
+        let joining = Joining { serves: !relays.serves_at.is_empty(), zone: replica.zone.clone(), witness, first };
         let from = self.assignments.topology.join(world.instant(), generation, session, joining);
         let spliced = self.assignments.topology.spliced();
         self.assign(world, &spliced);

@@ -22,9 +22,9 @@ use remora_protocol::{Join, Message as Said, Offer, Phase, Progress};
 use remora_table::{Geometry, Origin};
 
 use super::{Capture, SourceAgent, Stage};
-use crate::late::Watched;
 use crate::memory::Lost;
-use crate::tables::SLOT_BYTES;
+use crate::memory::SLOT_BYTES;
+use crate::oracle::Watched;
 use crate::wire::{Address, Conn, End, Host, Message, SOURCES, TRANSPORT};
 use crate::world::{Event, World, facts};
 use remora_base::pace::Backoff;
@@ -486,5 +486,6 @@ impl SourceAgent {
 }
 
 fn join(plan_only: bool) -> Join {
-    Join { name: "standby".to_owned(), server: String::new(), resume: None, plan_only, relays: None }
+    let (name, server, zone) = ("standby".to_owned(), String::new(), String::new());
+    Join { name, server, resume: None, plan_only, zone, relays: None }
 }

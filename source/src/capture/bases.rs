@@ -1,4 +1,5 @@
-//! Bases: from what the next snapshot is made, of all that there is. Pure: no I/O, no clock.
+//! From what the next snapshot is made, of all that there is, and its capture from a base: a copy of another source's,
+//! a backup or a file in place of the server, then a sweep, and a fork of the server last.
 //!
 //! ```text
 //!   the source's snapshot ─▶ a copy of another source's ─▶ a backup, a file ─▶ a sweep ─▶ a fork of the server
@@ -10,14 +11,48 @@
 //! and if the journal holds that.
 //!
 //! A capture tries them in this order, and a dry run and the status say the first of them: there is one function,
-//! [`order`].
+//! [`order`], which is pure.
+//!
+//! ```text
+//!   look at what is stored, ask the server (INFO) ─▶ order ─▶ first ── not whole, not continued ─▶ the next one
+//!                                                               │ it serves
+//!                                      data ─▶ slots    journal ◀─ PSYNC at their end ── the server
+//! ```
+//!
+//! Nothing is asked of the server that would make it fork: it says first that it continues the stream. A base that
+//! was tried is not tried again for some minutes, so that a replica that it cannot serve gets another one.
+//!
+//! A copy of another source's snapshot comes slot by slot:
+//!
+//! ```text
+//!   the first source:  journal ══ from the snapshot's offset up to now ══▶ journal ◀══ PSYNC at its end ── the server
+//!                      slots ═══════════════ slot by slot ═══════════════▶ the same slots, sealed as they were there
+//! ```
+//!
+//! The server's backlog need not reach back to the snapshot: what it lacks is in the first source's journal. The server
+//! is asked by `INFO` before each `PSYNC`: one that it cannot continue would have it take a snapshot.
 
-use std::time::Duration;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
 
-use remora_base::units::{Size, readable};
+use remora_base::units::{Moment, Size, readable};
+use remora_process::rdb_file::{Found, Opened, StoredHead};
 use remora_protocol::{Base, BaseKind};
+use remora_reader::parts::Part;
+use remora_reader::source::Sinks;
 use remora_redis::ReplId;
+use remora_redis::psync::client::Options;
 use remora_server::Facts;
+use remora_table::{Identity, JournalReader, Kind, Origin, SnapshotReader, SnapshotSealer, SnapshotWriter, State};
+
+use super::method::Method;
+use super::psync_link::is_same_history;
+use super::snapshot::{SnapshotFile, Taking, long_ago};
+use super::stream::{Following, Journal};
+use super::with_module::{ModuleError, before};
+use super::{Capture, CaptureError, CaptureEvent, Offered};
+use crate::options::{Compress, ModuleCapture};
+use crate::standby::{continues, reaches};
 
 /// What is known of one way to a base.
 #[derive(Clone, Debug)]
@@ -210,6 +245,332 @@ impl Order {
             },
         }
     }
+}
+
+/// How long a base is not tried again: long enough that the replicas that it does not serve get another one.
+const TRIED_FOR: Duration = Duration::from_secs(300);
+
+/// The first version of the formats that only Valkey from 9 on reads.
+const OWN_FORMATS: u32 = 80;
+
+/// Which bases were tried lately. The source's loop keeps it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Tried(Vec<(String, u64, Instant)>);
+
+impl Tried {
+    /// A base has served, or has turned out to be of no use.
+    pub(crate) fn note(&mut self, place: &str, offset: u64, now: Instant) {
+        self.0.retain(|(_, _, at)| now.saturating_duration_since(*at) < TRIED_FOR);
+        self.0.push((place.to_owned(), offset, now));
+    }
+
+    fn has(&self, place: &str, offset: u64, now: Instant) -> bool {
+        let is_it = |(other, at, since): &(String, u64, Instant)| {
+            other == place && *at == offset && now.saturating_duration_since(*since) < TRIED_FOR
+        };
+        self.0.iter().any(is_it)
+    }
+}
+
+/// What a found base is to one who chooses. `is_shared`: it is for replicas that read no format of one family alone.
+pub(crate) fn candidate(found: &Found, is_shared: bool, tried: &Tried) -> Candidate {
+    let known = match &found.head {
+        Err(why) => Known::Unusable(why.clone()),
+        Ok(head) if tried.has(&found.place, head.offset, Instant::now()) => {
+            Known::Unusable("it was tried less than five minutes ago".to_owned())
+        }
+        Ok(head) if is_shared && head.version >= OWN_FORMATS => {
+            Known::Unusable("readers wait that do not know its format".to_owned())
+        }
+        Ok(StoredHead { history, offset, reaches, taken, .. }) => {
+            let age = Duration::from_secs(Moment::now().get().saturating_sub(taken.get()));
+            Known::There(Data { history: *history, offset: *offset, reaches: *reaches, age })
+        }
+    };
+    Candidate { kind: found.kind, place: found.place.clone(), known }
+}
+
+/// What a server gives: a sweep, if it is wanted, and a fork.
+pub(crate) fn of_the_server(capture: ModuleCapture, no_fork: bool, sweep_failed_lately: bool) -> Vec<Candidate> {
+    let mut all = Vec::new();
+    if capture == ModuleCapture::Sweep {
+        let mut sweep = Candidate::new(BaseKind::Sweep);
+        // Without a fork there is no other way, and the machine pauses between two attempts.
+        if sweep_failed_lately && !no_fork {
+            sweep.known = Known::Unusable("a sweep failed a short time ago".to_owned());
+        }
+        all.push(sweep);
+    }
+    all.push(Candidate::new(BaseKind::Fork));
+    all
+}
+
+impl Capture {
+    /// Takes the snapshot from the best base. `from_the_server`: has the server fork for it.
+    pub(super) fn take_best(
+        &self,
+        from_the_server: impl FnOnce() -> Result<Following, CaptureError>,
+    ) -> Result<Following, CaptureError> {
+        let plan = &self.plan;
+        let found = plan.stored.as_ref().map(|stored| self.beside_the_runtime(|| stored.look())).unwrap_or_default();
+        let facts = match found.is_empty() {
+            true => Facts::default(),
+            false => self.wait_for(async { Facts::read(&mut plan.server.connect().await?).await })?,
+        };
+        let is_shared = facts.own_format().is_some() && plan.reader_version.is_none();
+        let mut candidates: Vec<_> = found.iter().map(|found| candidate(found, is_shared, &plan.tried)).collect();
+        candidates.extend(of_the_server(plan.module.choice, plan.no_fork, plan.sweep_failed_lately));
+        let (first, end) = plan.gauge.journal();
+        let journal = match plan.journal {
+            Some(_) => None,
+            None => plan.gauge.replid().map(|history| (history, first, end)),
+        };
+        let world = World {
+            facts: &facts,
+            journal,
+            journal_bytes: plan.journal_bytes,
+            max_age: Duration::MAX,
+            no_fork: plan.no_fork,
+        };
+        let order = order(&candidates, &world);
+        let mut whys: Vec<String> = order.passed_over.iter().map(|(_, why)| why.clone()).collect();
+        for serves in &order.serve {
+            let Some(candidate) = candidates.get(serves.candidate) else { continue };
+            let taken = match (candidate.kind, found.get(serves.candidate)) {
+                (BaseKind::Backup | BaseKind::File, Some(found)) => {
+                    tracing::info!(
+                        age = %readable(candidate.age()),
+                        behind = %Size::bytes(serves.behind),
+                        "the snapshot comes from {}, and the stream behind it from {}", found.place,
+                        if serves.with_commands { "there and the server" } else { "the server" }
+                    );
+                    self.take_stored(found, candidate, serves.with_commands)
+                }
+                (BaseKind::Sweep, _) => self.swept(),
+                _ => return from_the_server(),
+            };
+            match taken {
+                Ok(following) => return Ok(following),
+                Err(ModuleError::Final(error)) => return Err(error),
+                Err(ModuleError::BeforeSnapshot(why)) => {
+                    tracing::warn!(%why, "no snapshot comes from {}; the next base is tried", candidate.name());
+                    whys.push(format!("{}: {why}", candidate.name()));
+                }
+            }
+        }
+        Err(CaptureError::NeedsFork(whys.join("; ")))
+    }
+
+    /// Runs what blocks this thread, and uses the runtime for its connections.
+    fn beside_the_runtime<T>(&self, blocking: impl FnOnce() -> T) -> T {
+        let _entered = self.plan.runtime.enter();
+        blocking()
+    }
+
+    /// Takes the snapshot by a sweep.
+    fn swept(&self) -> Result<Following, ModuleError> {
+        self.sweep().inspect_err(|error| {
+            if matches!(error, ModuleError::Final(CaptureError::Module(_))) {
+                self.report(CaptureEvent::SweepFailed);
+            }
+        })
+    }
+
+    /// Takes the snapshot from what is stored, and the first of the stream behind it too if `with_commands`.
+    fn take_stored(&self, found: &Found, candidate: &Candidate, with_commands: bool) -> Result<Following, ModuleError> {
+        let (Some(stored), Ok(head)) = (&self.plan.stored, &found.head) else { return Err(before("it is gone")) };
+        let tried = |error: CaptureError| match error {
+            CaptureError::File(_) | CaptureError::HistoryGone | CaptureError::HistoryChanged { .. } => {
+                self.tried(found, head.offset);
+                before(error)
+            }
+            error => ModuleError::Final(error),
+        };
+        let opened = self.beside_the_runtime(|| stored.open(found, with_commands, &|| !self.stop.is_set()));
+        // One that was stopped is no reason to try the next base.
+        self.stop.check().map_err(ModuleError::Final)?;
+        let Opened { path, rdb, stream, keeps: _keeps } = opened.map_err(|failure| {
+            self.tried(found, head.offset);
+            before(failure)
+        })?;
+        let file = SnapshotFile::of(&path, &rdb).map_err(before)?.with_stream(stream);
+        if (file.history(), file.offset()) != (head.history, head.offset) {
+            return Err(before("it is another one than a moment ago"));
+        }
+        let opened = self.open_file(&file).map_err(tried)?;
+        self.plan.gauge.set_method(Method::Stored);
+        let age = candidate.age();
+        self.report(CaptureEvent::FromBase { generation: self.plan.generation, place: found.place.clone(), age });
+        let taken = self.take_opened(&file, opened);
+        match taken {
+            Err(CaptureError::File(why)) => {
+                self.tried(found, head.offset);
+                Err(ModuleError::Final(CaptureError::Base(format!("{}: {why}", found.place))))
+            }
+            Err(error) => Err(ModuleError::Final(error)),
+            Ok(following) => {
+                self.tried(found, head.offset);
+                Ok(following)
+            }
+        }
+    }
+
+    fn tried(&self, found: &Found, offset: u64) {
+        self.report(CaptureEvent::BaseTried { place: found.place.clone(), offset });
+    }
+}
+
+/// Bytes of the buffers in which slots and records arrive, and of what is read at once.
+const BUFFER_MEMORY: u64 = 96 << 20;
+
+/// How long to wait for the next arrival before the stop is looked at again.
+const WAIT: Duration = Duration::from_millis(20);
+
+/// How long to wait for a source that has published nothing more.
+const NEWS_PAUSE: Duration = Duration::from_millis(2);
+
+impl Capture {
+    /// Copies the snapshot that another source offers, and follows the server's stream behind it.
+    pub(super) fn take_copy(&self, first: &Offered) -> Result<Following, CaptureError> {
+        self.plan.gauge.set_method(Method::Copied);
+        let sinks = Sinks::new(BUFFER_MEMORY);
+        let lost = |failure: remora_process::exit::Failure| CaptureError::First(failure.message);
+        let (_, records, _) = first.way.journal(&first.offer, sinks).map_err(lost)?;
+        let (id, part, _) = first.way.snapshot(&first.offer, sinks, None).map_err(lost)?;
+        let Origin { history, offset, .. } = id.origin;
+        if self.plan.journal.is_none() {
+            reaches(self.plan.gauge.journal().0, offset).map_err(CaptureError::First)?;
+        }
+        let (memory, geometry) = &self.plan.snapshot;
+        let identity = self.identity(Kind::Snapshot, history, offset);
+        let writer = SnapshotWriter::create(memory.clone(), *geometry, identity.clone(), 0)?;
+        let sealer = self.sealer_of_a_copy(identity)?;
+        let journal = Journal::create(&self.plan, &self.identity(Kind::Journal, history, offset))?;
+        self.plan.gauge.snapshot_began(history, offset, journal.is_some());
+        self.report(CaptureEvent::Started { generation: self.plan.generation, replid: history, offset });
+        let taking = Taking::new(self, writer, None);
+        let Some(mut journal) = journal else {
+            self.copy_slots(first, taking, part, sealer)?;
+            return Ok(Following::AnotherCapture);
+        };
+        // When the server has written what is there already is not known.
+        journal.written_since(long_ago(Instant::now()));
+        self.copy_records(first, &mut journal, records)?;
+        let end = journal.end_offset();
+        let facts = self.wait_for(async { Facts::read(&mut self.plan.server.connect().await?).await })?;
+        let next = continues(&facts, history, end - 1).map_err(CaptureError::First)?;
+        let mut link = self.handshake(Options { resume: Some(next), ..Options::default() })?;
+        let gone = || CaptureError::First("the server here does not continue its stream".into());
+        let now = link.continued()?.ok_or_else(gone)?;
+        is_same_history(history, now, end - 1)?;
+        journal.written_since(Instant::now());
+        self.beside_the_stream(link.into_socket(), journal, || self.copy_slots(first, taking, part, sealer))
+    }
+
+    /// What fills the table for other hosts, if there is one.
+    fn sealer_of_a_copy(&self, identity: Identity) -> Result<Option<SnapshotSealer>, CaptureError> {
+        let Some(remote) = &self.plan.remote else {
+            self.plan.gauge.not_compressed();
+            return Ok(None);
+        };
+        let ((plain, geometry), memory) = (self.plan.snapshot.clone(), remote.memory.clone());
+        let sealer = match &remote.key {
+            Some(key) if remote.compress == Compress::Off => {
+                SnapshotSealer::create(plain, memory, geometry, identity, key)?
+            }
+            key => SnapshotSealer::create_compressed(plain, memory, geometry, identity, key.as_ref())?,
+        };
+        self.plan.gauge.sealing_begins();
+        Ok(Some(sealer.as_a_copy()))
+    }
+
+    /// Copies what the first source has of the stream until now.
+    fn copy_records(&self, first: &Offered, journal: &mut Journal, part: Part) -> Result<(), CaptureError> {
+        let Part { mut peer, sink, layout, expect, .. } = part;
+        let mut reader = JournalReader::new(None, sink, layout, expect, journal.end_offset()).map_err(lost)?;
+        while !reader.is_caught_up() {
+            self.check_first(first)?;
+            reader.pump(&mut *peer).map_err(lost)?;
+            let mut is_idle = true;
+            while let Some(chunk) = reader.next_chunk() {
+                is_idle = false;
+                journal.append(&chunk.bytes, &self.plan.gauge)?;
+            }
+            if is_idle && !reader.is_caught_up() {
+                peer.wait(WAIT).map_err(|error| CaptureError::First(error.to_string()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies slot after slot, each as it is stored there.
+    fn copy_slots(
+        &self,
+        first: &Offered,
+        mut taking: Taking<'_>,
+        part: Part,
+        mut sealer: Option<SnapshotSealer>,
+    ) -> Result<(), CaptureError> {
+        let (Part { mut peer, sink, layout, expect, .. }, mut bytes) = (part, Vec::new());
+        let reader = SnapshotReader::new(None, sink, layout, expect, |_| false).map_err(lost)?;
+        let mut reader = reader.keeping_encoded(sealer.is_some());
+        let mut stored = 0;
+        while !reader.is_complete() {
+            self.check_first(first)?;
+            reader.pump(&mut *peer).map_err(lost)?;
+            let mut is_idle = true;
+            while let Some(slot) = reader.next_slot() {
+                is_idle = false;
+                let (view, range) = slot.bytes();
+                bytes.resize(slot.length as usize, 0);
+                view.read(range.start, &mut bytes).map_err(remora_table::Error::from)?;
+                if let Some(sealer) = &mut sealer {
+                    sealer.store_as(slot.encoded().cloned());
+                }
+                reader.release(slot).map_err(lost)?;
+                taking.append(&bytes)?;
+                self.seal_copied(sealer.as_mut(), &mut stored)?;
+            }
+            if is_idle && reader.is_caught_up() {
+                std::thread::sleep(NEWS_PAUSE);
+            } else if is_idle {
+                peer.wait(WAIT).map_err(|error| CaptureError::First(error.to_string()))?;
+            }
+        }
+        taking.complete_with(|| {
+            self.seal_copied(sealer.as_mut(), &mut stored)?;
+            match sealer.is_none_or(|sealer| sealer.state() == State::Sealed) {
+                true => Ok(()),
+                false => Err(CaptureError::First("the copy for other hosts is not whole".into())),
+            }
+        })
+    }
+
+    /// Seals what is complete in the plain table.
+    fn seal_copied(&self, sealer: Option<&mut SnapshotSealer>, stored: &mut u64) -> Result<(), CaptureError> {
+        let Some(sealer) = sealer else { return Ok(()) };
+        while sealer.pump()? {
+            if let Some(slot) = sealer.take_stored() {
+                *stored += u64::from(slot.stored);
+                self.plan.gauge.stored(*stored, slot.method.is_some(), "as the first source has done it".into());
+            }
+            self.plan.gauge.sealed(sealer.sealed_slots());
+        }
+        Ok(())
+    }
+
+    /// Fails if the copy was stopped, or the first source's conversation has ended.
+    fn check_first(&self, first: &Offered) -> Result<(), CaptureError> {
+        self.stop.check()?;
+        match first.is_over.load(Relaxed) {
+            true => Err(CaptureError::First("its conversation has ended".into())),
+            false => Ok(()),
+        }
+    }
+}
+
+fn lost(error: remora_table::Error) -> CaptureError {
+    CaptureError::First(error.to_string())
 }
 
 #[cfg(test)]

@@ -16,12 +16,11 @@ use remora_fabric::sim::Random;
 use remora_fabric::{Memory, Pages};
 use remora_redis::ReplId;
 use remora_redis::psync::client::{Client, Event, Options};
+use remora_source::parts::{Intake, Pieces, Received, Socket};
 use remora_table::{Geometry, Identity, Kind, Origin, SnapshotWriter};
 
-use super::oracle::mixed;
-use super::wire::Message;
-use remora_source::parts::Pieces;
-use remora_source::parts::{Intake, Received, Socket};
+use crate::oracle::mixed;
+use crate::wire::Message;
 
 /// Bytes that stand for one slot of the model: few, so that a whole snapshot and a part of the stream fit into one read
 /// of a handshake.
