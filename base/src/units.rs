@@ -72,7 +72,7 @@ impl Serialize for Size {
 /// The longest time that can be given, a hundred years: a clock's moment and such a time always have a sum.
 const TIME_MAX: Duration = Duration::from_secs(36_500 * 86_400);
 
-/// Parses a time: `500ms`, `90s`, `15m`, `1h`, `2d`, of [`TIME_MAX`] at most. A plain number means seconds.
+/// Parses a time: `500ms`, `90s`, `15m`, `1h`, `2d`, of a hundred years at most. A plain number means seconds.
 pub fn parse_duration(text: &str) -> Result<Duration, UnitError> {
     let (number, suffix) = number_and_suffix(text)?;
     let is_short = |time: &Duration| *time <= TIME_MAX;
