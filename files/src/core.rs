@@ -19,13 +19,13 @@ use remora_volume::client::{self, Error, Request};
 use remora_volume::shape::BLOCK_BYTES;
 use remora_volume::wire::{MOST_BLOCKS, MOST_RUNS, Run};
 
-use crate::disk::{Ahead, CHANGE_BYTES, Disk, DiskDone, Early, Gate, MOST_BYTES, Outgoing, Visits};
-use crate::error::FilesError;
+use crate::FilesError;
+use crate::disk::{
+    Ahead, BLOCK, CHANGE_BYTES, Content, Disk, DiskDone, Early, Gate, Known, MOST_BYTES, Outgoing, Piece, Refused,
+    Visits, blocks_of, cleared, clusters_of, find, pieces, uncovered, zeros,
+};
 use crate::names::layout::{CLUSTER_BYTES, Geometry, Head};
 use crate::names::{BlocksToWrite, MOST_FILE_BYTES, Names, NamesError, New, SetAttributes, View};
-use crate::parts::{
-    BLOCK, Content, Known, Piece, Refused, blocks_of, cleared, clusters_of, find, pieces, uncovered, zeros,
-};
 
 /// Called once, with the result.
 pub(crate) type Done<T> = Box<dyn FnOnce(Result<T, FilesError>) + Send>;
@@ -496,7 +496,7 @@ impl Core {
                 state.refused.note_write(&waiting.content, &error);
                 self.put_blocks(log.into_iter().collect());
                 #[cfg(test)]
-                if caller.is_ahead() && crate::mutant::Mutant::AnsweredWithoutSpace.is_active() {
+                if caller.is_ahead() && crate::Mutant::AnsweredWithoutSpace.is_active() {
                     return told.push((caller, Ok(())));
                 }
                 return told.push((caller, Err(error)));

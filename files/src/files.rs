@@ -6,11 +6,10 @@ use std::sync::Arc;
 use bytes::Bytes;
 
 use crate::core::{self, Core, check_end};
-use crate::disk::{CHANGE_BYTES, Disk};
-use crate::error::{FilesError, MOST_WRITE_BYTES};
+use crate::disk::{CHANGE_BYTES, Content, Disk};
 use crate::names::layout::{CLUSTER_BLOCKS, CLUSTER_BYTES};
 use crate::names::{self, Attr, Listed, MOST_ALLOCATED, NamesError, New, Rename, SetAttributes, SetXattr, Usage};
-use crate::parts::Content;
+use crate::{FilesError, MOST_WRITE_BYTES};
 
 /// Room that a read takes beside its bytes, so that not too many short ones are under way.
 const READ_BYTES: usize = 12 << 10;

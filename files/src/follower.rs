@@ -33,13 +33,13 @@ use remora_volume::reader::{Blocks, BlocksError, Seen};
 use remora_volume::rules::{Generation, Version};
 use remora_volume::shape::BLOCK_BYTES;
 
-use crate::error::FilesError;
+use crate::FilesError;
 #[cfg(test)]
-use crate::mutant::Mutant;
+use crate::Mutant;
+use crate::disk::{Piece, blocks_of, clusters_of, pieces};
 use crate::names::layout::{Geometry, Head};
 use crate::names::log::Malformed;
 use crate::names::{self, Attr, Listed, NamesError, Run, Usage, View};
-use crate::parts::{Piece, blocks_of, clusters_of, pieces};
 
 /// The files of a volume, as one copy has them.
 pub struct Follower {

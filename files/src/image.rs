@@ -13,10 +13,9 @@ use remora_volume::client::{Error, Request};
 use remora_volume::shape::BLOCK_BYTES;
 use remora_volume::wire::{MOST_BLOCKS, MOST_ENTRIES, Run};
 
+use crate::FilesError;
 use crate::core::has_no_files;
-use crate::disk::{Disk, DiskDone, Gate, MOST_BYTES, Outgoing, Visits};
-use crate::error::FilesError;
-use crate::parts::{BLOCK, blocks_of};
+use crate::disk::{BLOCK, Disk, DiskDone, Gate, MOST_BYTES, Outgoing, Visits, blocks_of};
 
 /// The image of a disk that this process has open for writing. It is dropped by a thread that is not the disk's.
 pub struct Image {

@@ -27,7 +27,8 @@
 //!   others read.
 //! * [`journal`]: an endless stream of records.
 //! * [`server_pages`]: pages on which a process of a server gets its instructions and reports its progress.
-//! * `reads`, [`expectation`]: shared by the two readers. [`identity`]: which table it is, and where it begins.
+//! * [`expectation`]: shared by the two readers: what they expect of a table, and their outstanding reads.
+//! * [`identity`]: which table it is, where it begins.
 //! * [`error`]: errors, grouped by who can act on them.
 //!
 //! `table/README.md` describes the same with drawings and the measurements behind it.
@@ -44,7 +45,6 @@ pub mod journal;
 pub mod layout;
 pub mod method;
 mod publish;
-mod reads;
 pub mod seal;
 pub mod server_pages;
 pub mod snapshot;

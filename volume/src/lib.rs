@@ -15,8 +15,8 @@
 //! The blocks of a copy are memory that others may read while it is written:
 //!
 //! - [`shape`]: what of a volume never changes, and which of two sizes a copy has; [`layout`]: where things are in a
-//!   copy's region.
-//! - [`store`]: the owner's end of a region; [`reader`]: the other one, one-sided or in place.
+//!   copy's region, and the owner's end of it.
+//! - [`reader`]: the other end, one-sided or in place.
 //!
 //! What carries the rules out, over the network:
 //!
@@ -38,7 +38,7 @@
 //! - Each whole copy is a prefix of one history of writes.
 //! - A writer that another one has replaced acknowledges nothing more.
 //!
-//! `tests/schedules.rs` plays random schedules against these sentences, and finds each of the rules missing if it is
+//! `tests/mod.rs` plays random schedules against these sentences, and finds each of the rules missing if it is
 //! taken out.
 #![forbid(unsafe_code)]
 
@@ -46,15 +46,12 @@ pub mod client;
 mod disk;
 pub mod layout;
 mod link;
-#[cfg(test)]
-mod mutant;
 pub mod nbd;
 pub mod read_only;
 pub mod reader;
 pub mod rules;
 pub mod server;
 pub mod shape;
-pub mod store;
 #[cfg(test)]
 mod tests;
 pub mod wire;

@@ -416,7 +416,7 @@ impl Claims {
     fn claim(&self, blocks: Range<u64>) -> Claim<'_> {
         let mut claimed = self.claimed.lock().unwrap_or_else(PoisonError::into_inner);
         #[cfg(test)]
-        let blocks = if crate::mutant::Mutant::BlocksNotClaimed.is_active() { 0..0 } else { blocks };
+        let blocks = if crate::rules::Mutant::BlocksNotClaimed.is_active() { 0..0 } else { blocks };
         let has_common = |other: &Range<u64>| blocks.start.max(other.start) < blocks.end.min(other.end);
         while claimed.iter().any(has_common) {
             claimed = self.changed.wait(claimed).unwrap_or_else(PoisonError::into_inner);
@@ -510,7 +510,7 @@ mod tests {
     use std::sync::RwLock;
 
     use super::*;
-    use crate::mutant::Mutant;
+    use crate::rules::Mutant;
 
     /// Clients that change bytes of their own in two blocks, and read and write whole ones. Returns what is lost of it.
     fn lost(mutant: Option<Mutant>) -> usize {

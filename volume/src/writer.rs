@@ -16,7 +16,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 #[cfg(test)]
-use crate::mutant::Mutant;
+use crate::rules::Mutant;
 use crate::rules::{Answer, Generation, Holder, Request, ServerId, Standing, State, Version};
 use crate::shape::Copies;
 

@@ -12,8 +12,8 @@
 //!     └───── farewell, or the end of the connection ════▶          view: or read in place, no copy at all
 //! ```
 //!
-//! - `wire`: the five messages, and the body of a [`RegionKey`](crate::RegionKey) of this transport; pure. **Start
-//!   here.**
+//! - Here: the five messages of the handshake, and the body of a [`RegionKey`] of this transport;
+//!   pure. **Start here.**
 //! - `source`: regions, grants and connections, and the thread that admits readers.
 //! - `reader`: makes connections, and copies.
 //!
@@ -30,22 +30,21 @@
 
 mod reader;
 mod source;
-mod wire;
-
 #[cfg(test)]
 mod tests;
 
+use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
-use crate::error::Error;
+use crate::admission::{Format, Hello, NONCE_BYTES, PROOF_BYTES, Refusal};
+use crate::error::{Denial, Error};
+use crate::memory::local::{Address, PACKET_MAX_BYTES};
+use crate::region::{KeyError, RegionId, RegionKey, TransportKind};
+
 pub use crate::memory::Place;
 pub use reader::{ShmConnector, ShmPeer};
 pub use source::ShmExporter;
-
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use wire::check_key;
-#[cfg(any(test, feature = "fuzzing"))]
-pub(crate) use wire::{Shm, check_farewell};
 
 /// Options of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -82,8 +81,397 @@ impl ShmOptions {
 /// 4096.
 pub const MAX_CONNECTIONS: usize = 4096;
 
+/// The handshake of this transport. A grant is the region's length.
+pub(crate) struct Shm;
+
+impl Format for Shm {
+    const READER: &'static [u8] = b"remora shm 1 reader";
+    const SOURCE: &'static [u8] = b"remora shm 1 source";
+    const HELLO_BYTES: usize = 40 + NONCE_BYTES;
+    const CHALLENGE_BYTES: usize = 8 + NONCE_BYTES;
+    type Grant = u64;
+
+    fn hello(hello: &Hello) -> Vec<u8> {
+        let mut bytes = [0; Shm::HELLO_BYTES];
+        bytes[0..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[16..24].copy_from_slice(&hello.session.to_le_bytes());
+        bytes[24..32].copy_from_slice(&hello.id.generation.to_le_bytes());
+        bytes[32..36].copy_from_slice(&hello.id.region.to_le_bytes());
+        bytes[40..72].copy_from_slice(&hello.nonce);
+        bytes.to_vec()
+    }
+
+    fn parse_hello(packet: &[u8]) -> Result<Hello, Error> {
+        let bytes: &[u8; Shm::HELLO_BYTES] =
+            packet.try_into().map_err(|_| Error::Protocol("a hello of the wrong length"))?;
+        if bytes[0..8] != MAGIC {
+            return Err(Error::Protocol("a hello that is not of a Remora reader"));
+        }
+        check_version(u16::from_le_bytes(part(bytes, 8)))?;
+        Ok(Hello {
+            lane: 0,
+            session: u64::from_le_bytes(part(bytes, 16)),
+            id: RegionId {
+                generation: u64::from_le_bytes(part(bytes, 24)),
+                region: u32::from_le_bytes(part(bytes, 32)),
+            },
+            nonce: part(bytes, 40),
+        })
+    }
+
+    fn challenge(nonce: &[u8; NONCE_BYTES]) -> Vec<u8> {
+        challenge(0, nonce)
+    }
+
+    /// Checks the version first: nothing after the first four bytes means anything in another version.
+    fn parse_challenge(packet: &[u8]) -> Result<(), Error> {
+        let bytes: &[u8; Shm::CHALLENGE_BYTES] =
+            packet.try_into().map_err(|_| Error::Protocol("a challenge of the wrong length"))?;
+        check_version(u16::from_le_bytes(part(bytes, 2)))?;
+        check_status(bytes[0])
+    }
+
+    fn refusal(why: Refusal) -> Option<Vec<u8>> {
+        match why {
+            Refusal::Denied(denial) => Some(challenge(denial.code(), &[0; NONCE_BYTES])),
+            Refusal::Version => Some(challenge(0, &[0; NONCE_BYTES])),
+            Refusal::Malformed => None,
+        }
+    }
+
+    fn welcome(length: &u64, proof: &[u8; PROOF_BYTES]) -> Vec<u8> {
+        welcome(0, *length, proof)
+    }
+
+    fn denial(denial: Denial) -> Vec<u8> {
+        welcome(denial.code(), 0, &[0; PROOF_BYTES])
+    }
+
+    fn parse_welcome(packet: &[u8]) -> Result<(u64, [u8; PROOF_BYTES]), Error> {
+        let bytes: &[u8; WELCOME_BYTES] =
+            packet.try_into().map_err(|_| Error::Protocol("a welcome of the wrong length"))?;
+        check_status(bytes[0])?;
+        Ok((u64::from_le_bytes(part(bytes, 8)), part(bytes, 16)))
+    }
+}
+
+/// For the fuzz target: a farewell that is valid survives encoding.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn check_farewell(packet: &[u8]) {
+    if let Some(denial) = farewell_reason(packet) {
+        assert_eq!(farewell(denial), packet);
+    }
+}
+
+/// For the fuzz targets: the address in a key survives encoding, if the key is of this host.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn check_key(key: &RegionKey) {
+    let Some(Ok(here)) = key.body().get(..BOOT_ID_BYTES).map(BootId::parse) else { return };
+    let Ok(at) = address_in(key, &here) else { return };
+    let _ = at.to_socket();
+    let for_namespace = key.body().get(BOOT_ID_BYTES) == Some(&PLACE_FILE_OF_NAMESPACE);
+    let namespace = if for_namespace { Namespace::of_this_process().ok() } else { None };
+    assert_eq!(region_key(key.id(), key.length(), &here, namespace.as_ref(), &at).ok().as_ref(), Some(key));
+}
+
 /// A shorter time-out would expire without need on a busy machine.
 const SHORTEST_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// Longest time-out.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(60 * 60);
+
+// The messages of this transport: bytes in, bytes out, no I/O. One message is one packet (SOCK_SEQPACKET), so there is
+// no framing. Numbers are little endian.
+//
+// ```text
+//  hello      reader → source   magic 8 │ version 2 │ zero 6 │ session 8 │ generation 8 │ region 4 │ zero 4 │ nonce 32
+//  challenge  source → reader   status 1 │ zero 1 │ version 2 │ zero 4 │ nonce 32
+//  proof      reader → source   HMAC 32                      over hello ‖ challenge, label READER
+//  welcome    source → reader   status 1 │ zero 7 │ length 8 │ HMAC 32       label SOURCE; the memfd is attached if the status is 0
+//  farewell   source → reader   status 1                     at any time after the welcome; the end of the connection follows
+// ```
+//
+// Status 0 is success; any other is the code of a [`Denial`]. There is one version, 1. A source that receives another
+// version answers with its own in a challenge and hangs up, so that the reader can name both.
+
+/// First bytes of every hello.
+const MAGIC: [u8; 8] = *b"RMRA-shm";
+
+/// The only version.
+const VERSION: u16 = 1;
+
+fn challenge(status: u8, nonce: &[u8; NONCE_BYTES]) -> Vec<u8> {
+    let mut bytes = [0; Shm::CHALLENGE_BYTES];
+    bytes[0] = status;
+    bytes[2..4].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[8..40].copy_from_slice(nonce);
+    bytes.to_vec()
+}
+
+fn welcome(status: u8, length: u64, proof: &[u8; PROOF_BYTES]) -> Vec<u8> {
+    let mut bytes = [0; WELCOME_BYTES];
+    bytes[0] = status;
+    bytes[8..16].copy_from_slice(&length.to_le_bytes());
+    bytes[16..48].copy_from_slice(proof);
+    bytes.to_vec()
+}
+
+fn check_version(theirs: u16) -> Result<(), Error> {
+    if theirs == VERSION { Ok(()) } else { Err(Error::Version { kind: TransportKind::Shm, theirs, ours: VERSION }) }
+}
+
+fn check_status(status: u8) -> Result<(), Error> {
+    match status {
+        0 => Ok(()),
+        code => Err(Denial::from_code(code).map_or(Error::Protocol("a refusal for an unknown reason"), Error::Refused)),
+    }
+}
+
+/// The source's last message on a connection.
+fn farewell(denial: Denial) -> [u8; FAREWELL_BYTES] {
+    [denial.code()]
+}
+
+/// The reason in a farewell; `None` if it is not valid.
+fn farewell_reason(packet: &[u8]) -> Option<Denial> {
+    match packet {
+        [code] => Denial::from_code(*code),
+        _ => None,
+    }
+}
+
+/// Bytes of a farewell.
+const FAREWELL_BYTES: usize = 1;
+
+/// Bytes of a welcome.
+const WELCOME_BYTES: usize = 16 + PROOF_BYTES;
+
+/// `N` bytes at an offset that the layouts above have inside `M`.
+fn part<const N: usize, const M: usize>(bytes: &[u8; M], at: usize) -> [u8; N] {
+    let mut part = [0; N];
+    part.copy_from_slice(&bytes[at..at + N]);
+    part
+}
+
+// A message that is too long must not fit a packet when it is cut off.
+const _: () = assert!(PACKET_MAX_BYTES > Shm::HELLO_BYTES && PACKET_MAX_BYTES > WELCOME_BYTES);
+
+// The body of a [`RegionKey`] of this transport: which host, and which socket. No I/O except reading the host's boot
+// id and the number of the process's network namespace.
+//
+// ```text
+//   boot id 36 (text) │ place 1 (0 abstract, 1 file) │ name, to the end
+//   boot id 36 (text) │ place 1 (2 file for one network namespace) │ namespace 8 │ name, to the end
+// ```
+
+/// Identifies a running system: the kernel draws it at each boot, and all containers of a host see the same.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct BootId(String);
+
+impl BootId {
+    /// The boot id of this host.
+    fn of_this_host() -> Result<BootId, Error> {
+        let text = fs::read_to_string(BOOT_ID_FILE).map_err(Error::system("reading the host's boot id under /proc"))?;
+        BootId::parse(text.trim().as_bytes())
+    }
+
+    fn parse(text: &[u8]) -> Result<BootId, Error> {
+        let text = std::str::from_utf8(text).map_err(|_| KeyError::Body("its boot id is not UTF-8"))?;
+        let fits = text.len() == BOOT_ID_BYTES && text.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
+        if fits { Ok(BootId(text.to_owned())) } else { Err(KeyError::Body("its boot id has the wrong form").into()) }
+    }
+}
+
+/// A network namespace of this host. Hosts of a test network have one each, and share the file system.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Namespace(u64);
+
+impl Namespace {
+    /// The network namespace of this process.
+    fn of_this_process() -> Result<Namespace, Error> {
+        let about =
+            fs::metadata(NAMESPACE_FILE).map_err(Error::system("asking for the network namespace under /proc"))?;
+        Ok(Namespace(about.ino()))
+    }
+}
+
+/// Encodes a key. With a namespace, only processes of that namespace can use it.
+fn region_key(
+    id: RegionId,
+    length: u64,
+    boot_id: &BootId,
+    namespace: Option<&Namespace>,
+    address: &Address,
+) -> Result<RegionKey, Error> {
+    let number = namespace.map(|namespace| namespace.0.to_le_bytes());
+    let (place, name) = match address {
+        Address::Abstract(name) => (PLACE_ABSTRACT, name),
+        Address::File(path) if number.is_some() => (PLACE_FILE_OF_NAMESPACE, path),
+        Address::File(path) => (PLACE_FILE, path),
+    };
+    let number = if place == PLACE_FILE_OF_NAMESPACE { number.unwrap_or_default().to_vec() } else { Vec::new() };
+    let body = [boot_id.0.as_bytes(), &[place], &number, name].concat();
+    Ok(RegionKey::new(TransportKind::Shm, id, length, &body)?)
+}
+
+/// Decodes a key. A key of another host is an error, as its address is meaningless here.
+fn address_in(key: &RegionKey, ours: &BootId) -> Result<Address, Error> {
+    key.expect(TransportKind::Shm)?;
+    let (theirs, rest) =
+        key.body().split_at_checked(BOOT_ID_BYTES).ok_or(KeyError::Body("it is shorter than a boot id"))?;
+    let theirs = BootId::parse(theirs)?;
+    if theirs != *ours {
+        return Err(Error::NotThisHost { theirs: theirs.0, ours: ours.0.clone() });
+    }
+    match rest.split_first() {
+        Some((&PLACE_ABSTRACT, name)) => Ok(Address::Abstract(name.to_vec())),
+        Some((&PLACE_FILE, path)) => Ok(Address::File(path.to_vec())),
+        Some((&PLACE_FILE_OF_NAMESPACE, rest)) => {
+            let (number, path) =
+                rest.split_first_chunk().ok_or(KeyError::Body("its network namespace is cut short"))?;
+            let (theirs_in, ours_in) = (Namespace(u64::from_le_bytes(*number)), Namespace::of_this_process()?);
+            if theirs_in != ours_in {
+                let named = |namespace: Namespace| format!("{}, in the network namespace {}", ours.0, namespace.0);
+                return Err(Error::NotThisHost { theirs: named(theirs_in), ours: named(ours_in) });
+            }
+            Ok(Address::File(path.to_vec()))
+        }
+        _ => Err(KeyError::Body("the kind of its socket is unknown").into()),
+    }
+}
+
+const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
+
+/// Length of a UUID as text.
+const BOOT_ID_BYTES: usize = 36;
+
+const PLACE_ABSTRACT: u8 = 0;
+
+const PLACE_FILE: u8 = 1;
+
+const PLACE_FILE_OF_NAMESPACE: u8 = 2;
+
+const NAMESPACE_FILE: &str = "/proc/self/ns/net";
+
+#[cfg(test)]
+mod wire_tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn hello() -> Vec<u8> {
+        Shm::hello(&Hello { lane: 0, session: 1, id: RegionId { generation: 1, region: 1 }, nonce: [0; 32] })
+    }
+
+    proptest! {
+        #[test]
+        fn messages_come_back_out_of_their_bytes(session: u64, generation: u64, region: u32, length: u64, nonce: [u8; 32], code in 1u8..7) {
+            let hello = Hello { lane: 0, session, id: RegionId { generation, region }, nonce };
+            prop_assert_eq!(Shm::parse_hello(&Shm::hello(&hello)).unwrap(), hello);
+            prop_assert!(Shm::parse_challenge(&Shm::challenge(&nonce)).is_ok());
+            prop_assert_eq!(Shm::parse_welcome(&Shm::welcome(&length, &nonce)).unwrap(), (length, nonce));
+            let denial = Denial::from_code(code).unwrap();
+            let refused = Shm::parse_challenge(&Shm::refusal(Refusal::Denied(denial)).unwrap());
+            prop_assert!(matches!(refused, Err(Error::Refused(why)) if why == denial));
+            let denied = Shm::parse_welcome(&Shm::denial(denial));
+            prop_assert!(matches!(denied, Err(Error::Refused(why)) if why == denial));
+        }
+
+        #[test]
+        fn any_packet_is_a_message_or_an_error_but_never_a_panic(packet in prop::collection::vec(any::<u8>(), 0..PACKET_MAX_BYTES)) {
+            let _ = Shm::parse_hello(&packet);
+            let _ = Shm::parse_challenge(&packet);
+            let _ = Shm::parse_welcome(&packet);
+            check_farewell(&packet);
+        }
+    }
+
+    #[test]
+    fn the_messages_are_these_bytes() {
+        let id = RegionId { generation: 0x0102, region: 3 };
+        let mut want = b"RMRA-shm\x01\0\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\x02\x01\0\0\0\0\0\0\x03\0\0\0\0\0\0\0".to_vec();
+        want.extend([7; 32]);
+        assert_eq!(Shm::hello(&Hello { lane: 0, session: 5, id, nonce: [7; 32] }), want);
+        assert_eq!(Shm::challenge(&[9; 32]), [&b"\0\0\x01\0\0\0\0\0"[..], &[9; 32]].concat());
+        let busy = Shm::refusal(Refusal::Denied(Denial::Busy)).unwrap();
+        assert_eq!(busy, [&b"\x06\0\x01\0\0\0\0\0"[..], &[0; 32]].concat());
+        assert_eq!(Shm::welcome(&0x1_0000, &[8; 32]), [&b"\0\0\0\0\0\0\0\0\0\0\x01\0\0\0\0\0"[..], &[8; 32]].concat());
+    }
+
+    #[test]
+    fn another_version_is_an_error_that_names_both() {
+        let mut challenge = Shm::challenge(&[0; 32]);
+        challenge[2] = 9;
+        let error = Shm::parse_challenge(&challenge).unwrap_err();
+        assert!(matches!(error, Error::Version { theirs: 9, ours: VERSION, .. }), "{error}");
+        let mut hello = hello();
+        hello[8] = 9;
+        let error = Shm::parse_hello(&hello).unwrap_err();
+        assert!(matches!(error, Error::Version { theirs: 9, ours: VERSION, .. }), "{error}");
+        assert!(
+            Shm::refusal(Refusal::Version).is_some_and(|answer| Shm::parse_challenge(&answer).is_ok()),
+            "names ours"
+        );
+    }
+
+    #[test]
+    fn a_hello_without_the_magic_is_rejected() {
+        let mut hello = hello();
+        hello[0] ^= 1;
+        assert!(matches!(Shm::parse_hello(&hello), Err(Error::Protocol(_))));
+    }
+
+    const ID: RegionId = RegionId { generation: 5, region: 1 };
+
+    #[test]
+    fn an_address_comes_back_out_of_its_key() {
+        let here = BootId::of_this_host().unwrap();
+        for place in [Address::Abstract(b"remora-1".to_vec()), Address::File(b"/run/remora.sock".to_vec())] {
+            for namespace in [None, Some(Namespace::of_this_process().unwrap())] {
+                let key = region_key(ID, 4096, &here, namespace.as_ref(), &place).unwrap();
+                assert_eq!(address_in(&key, &here).unwrap(), place);
+            }
+        }
+    }
+
+    #[test]
+    fn a_private_file_of_another_network_namespace_is_not_this_host() {
+        let here = BootId::of_this_host().unwrap();
+        let file = Address::File(b"/run/remora/a.sock".to_vec());
+        let key = region_key(ID, 4096, &here, Some(&Namespace(1)), &file).unwrap();
+        let error = address_in(&key, &here).unwrap_err();
+        assert!(matches!(error, Error::NotThisHost { .. }), "{error}");
+        assert!(error.to_string().contains("in the network namespace 1,"), "{error}");
+    }
+
+    #[test]
+    fn a_key_of_another_host_is_refused_before_anything_is_tried() {
+        let there = BootId::parse(b"00000000-1111-2222-3333-444444444444").unwrap();
+        let key = region_key(ID, 4096, &there, None, &Address::Abstract(b"remora-1".to_vec())).unwrap();
+        let error = address_in(&key, &BootId::of_this_host().unwrap()).unwrap_err();
+        assert!(matches!(error, Error::NotThisHost { .. }));
+        assert!(error.to_string().contains("not on the same host"), "{error}");
+    }
+
+    #[test]
+    fn a_key_of_another_transport_is_refused() {
+        let key = RegionKey::new(TransportKind::Tcp, ID, 1, b"").unwrap();
+        let error = address_in(&key, &BootId::of_this_host().unwrap()).unwrap_err();
+        assert!(matches!(error, Error::WrongTransport { wanted: TransportKind::Shm, given: TransportKind::Tcp }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_body_is_an_address_or_an_error_but_never_a_panic(body in prop::collection::vec(any::<u8>(), 0..120)) {
+            let here = BootId::of_this_host().unwrap();
+            let _ = address_in(&RegionKey::new(TransportKind::Shm, ID, 1, &body).unwrap(), &here);
+            let mut body = [here.0.as_bytes(), &body].concat();
+            body.truncate(490);
+            if let Ok(address) = address_in(&RegionKey::new(TransportKind::Shm, ID, 1, &body).unwrap(), &here) {
+                let _ = address.to_socket();
+            }
+        }
+    }
+}

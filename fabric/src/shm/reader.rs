@@ -9,14 +9,14 @@ use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
-use super::wire::{self, BootId, Shm};
-use crate::admission;
+use super::{BootId, Shm};
 use crate::admission::{Hello, Reader};
 use crate::error::{Denial, Error, ReadError};
 use crate::memory::local::{self, Packet};
 use crate::memory::{self, Memory, View, wait_readable};
 use crate::region::{RegionKey, Secret, TransportKind};
 use crate::transport::{Completion, Connector, Peer, ReadRequest};
+use crate::{admission, shm};
 
 // The reader's end: makes connections. Reads are in `peer`.
 
@@ -56,7 +56,7 @@ impl Connector for ShmConnector {
         secret: &Secret,
         sink: Arc<Memory>,
     ) -> Result<Box<dyn Peer>, Error> {
-        let address = wire::address(key, &BootId::of_this_host()?)?;
+        let address = shm::address_in(key, &BootId::of_this_host()?)?;
         let deadline = Instant::now() + self.timeout;
         let socket = local::connect(&address, deadline)?;
         let mut packet = Handshake { socket: &socket, secret, deadline, timeout: self.timeout }.run(key, session)?;
@@ -131,11 +131,11 @@ impl ShmPeer {
     /// Checks whether the source has ended the connection.
     fn check_connection(&mut self) {
         // One byte more than a farewell, so that a longer packet is not mistaken for one.
-        let mut packet = [0; wire::FAREWELL_BYTES + 1];
+        let mut packet = [0; shm::FAREWELL_BYTES + 1];
         // Without room for descriptors: this is asked at every poll, and costs half without.
         let end = match rustix::net::recv(&self.socket, &mut packet, RecvFlags::DONTWAIT) {
             Err(Errno::AGAIN | Errno::INTR) => return,
-            Ok((length, _)) => wire::farewell_reason(packet.get(..length).unwrap_or_default())
+            Ok((length, _)) => shm::farewell_reason(packet.get(..length).unwrap_or_default())
                 .map_or(ReadError::PeerGone, ReadError::Denied),
             Err(_) => ReadError::PeerGone,
         };

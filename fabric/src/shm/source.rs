@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
 
-use super::wire::{self, BootId, Namespace, Shm};
-use super::{Place, ShmOptions};
+use super::{BootId, Namespace, Place, Shm, ShmOptions};
 use crate::admission::{self, Format, Grants, Hello, PROOF_BYTES, Refusal, Regions, Source};
 use crate::error::{Denial, Error};
 use crate::memory::Memory;
 use crate::memory::local::{self, Address, Admits, Listener, Packet, PeerSocket};
 use crate::region::{RegionId, RegionKey, Secret, TransportKind};
+use crate::shm;
 use crate::transport::Exporter;
 
 // The source's end: which regions there are and who may read them. The thread that talks to readers is in `serve`.
@@ -92,7 +92,7 @@ impl Exporter for ShmExporter {
 
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
         let length = self.shared.server().region_length(id).ok_or(Error::NotExported(id))?;
-        wire::make(id, length, &self.boot_id, self.namespace.as_ref(), &self.address)
+        shm::region_key(id, length, &self.boot_id, self.namespace.as_ref(), &self.address)
     }
 
     /// Always 0: readers copy the bytes themselves, without a trace here.
@@ -220,7 +220,7 @@ impl Server {
         self.readers.retain(|_, reader| match reader.stage {
             Stage::Reading { session, id } if chosen(session, id) => {
                 // If it cannot be sent, the end of the connection tells the reader enough.
-                let _ = local::send(&*reader.socket, &wire::farewell(reason), None);
+                let _ = local::send(&*reader.socket, &shm::farewell(reason), None);
                 false
             }
             _ => true,

@@ -8,8 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::wire::{BootId, Shm, VERSION};
-use super::*;
+use super::{BootId, Shm, VERSION, *};
 use crate::admission::{Format, Hello};
 use crate::memory::local::{self, Address, Admits, Listener};
 use crate::memory::{Memory, Pages};
@@ -39,7 +38,7 @@ fn connect(key: &RegionKey) -> Result<Box<dyn Peer>, Error> {
 
 /// A connection to the exporter that has not sent anything.
 fn connect_raw(exporter: &ShmExporter) -> OwnedFd {
-    let address = wire::address(&exporter.key(ID).unwrap(), &BootId::of_this_host().unwrap()).unwrap();
+    let address = super::address_in(&exporter.key(ID).unwrap(), &BootId::of_this_host().unwrap()).unwrap();
     local::connect(&address, Instant::now() + Duration::from_secs(5)).unwrap()
 }
 
@@ -162,7 +161,7 @@ fn impostor(listener: Listener, memory: Arc<Memory>, proof: [u8; 32]) -> thread:
 #[test]
 fn memory_of_an_impostor_is_not_taken() {
     let (listener, address) = listen();
-    let key = wire::make(ID, SIZE, &BootId::of_this_host().unwrap(), None, &address).unwrap();
+    let key = super::region_key(ID, SIZE, &BootId::of_this_host().unwrap(), None, &address).unwrap();
     let impostor = impostor(listener, memory(), [0; 32]);
     let refused = connect(&key).err().unwrap();
     assert!(matches!(refused, Error::Impostor), "{refused}");
@@ -172,7 +171,7 @@ fn memory_of_an_impostor_is_not_taken() {
 #[test]
 fn another_version_is_named() {
     let (listener, address) = listen();
-    let key = wire::make(ID, SIZE, &BootId::of_this_host().unwrap(), None, &address).unwrap();
+    let key = super::region_key(ID, SIZE, &BootId::of_this_host().unwrap(), None, &address).unwrap();
     let newer = thread::spawn(move || {
         let reader = loop {
             match listener.accept().unwrap() {
@@ -193,7 +192,7 @@ fn another_version_is_named() {
 #[test]
 fn a_source_that_accepts_and_says_nothing_is_given_up() {
     let (_listener, address) = listen();
-    let key = wire::make(ID, SIZE, &BootId::of_this_host().unwrap(), None, &address).unwrap();
+    let key = super::region_key(ID, SIZE, &BootId::of_this_host().unwrap(), None, &address).unwrap();
     let connector = ShmConnector::with_timeout(Duration::from_millis(50));
     let given_up = connector.connect(&key, 1, &SECRET, memory()).err().unwrap();
     assert!(matches!(given_up, Error::TimedOut { .. }), "{given_up}");
@@ -204,7 +203,9 @@ fn the_socket_of_a_folder_goes_with_its_exporter() {
     let folder = std::env::temp_dir();
     let (exporter, _memory) = exporter(ShmOptions { place: Place::Folder(folder.clone()), ..ShmOptions::default() });
     let key = exporter.key(ID).unwrap();
-    let Address::File(path) = wire::address(&key, &BootId::of_this_host().unwrap()).unwrap() else { panic!("no file") };
+    let Address::File(path) = super::address_in(&key, &BootId::of_this_host().unwrap()).unwrap() else {
+        panic!("no file")
+    };
     let path = folder.join(std::str::from_utf8(&path).unwrap());
     assert!(path.exists());
     drop(exporter);
@@ -370,7 +371,9 @@ fn a_process_of_another_user_is_not_even_answered() {
     for place in [Place::Private, Place::Abstract] {
         let (exporter, _memory) = exporter(ShmOptions { place: place.clone(), ..ShmOptions::default() });
         let here = BootId::of_this_host().unwrap();
-        let Some(answer) = as_another_user(&wire::address(&exporter.key(ID).unwrap(), &here).unwrap()) else { return };
+        let Some(answer) = as_another_user(&super::address_in(&exporter.key(ID).unwrap(), &here).unwrap()) else {
+            return;
+        };
         let expected: &[&str] = match place {
             Place::Abstract => &["0", "BrokenPipeError", "ConnectionResetError"],
             _ => &["PermissionError"],
@@ -384,7 +387,7 @@ fn the_default_folder_and_socket_are_closed_to_other_users() {
     use std::os::unix::{ffi::OsStrExt, fs::PermissionsExt};
     let (exporter, _memory) = exporter(ShmOptions::default());
     let here = BootId::of_this_host().unwrap();
-    let Address::File(path) = wire::address(&exporter.key(ID).unwrap(), &here).unwrap() else { panic!("no file") };
+    let Address::File(path) = super::address_in(&exporter.key(ID).unwrap(), &here).unwrap() else { panic!("no file") };
     let path = std::path::Path::new(std::ffi::OsStr::from_bytes(&path)).to_owned();
     let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(&path) & 0o007, 0);

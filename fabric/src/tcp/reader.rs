@@ -9,14 +9,13 @@ use std::sync::Arc;
 
 use rustix::event::epoll;
 
-use super::TcpOptions;
 use super::socket::{self, Deadline};
-use super::wire::{self, Answer, HelloSent, Request, Status, TAG_LANE};
-use crate::admission;
+use super::{Answer, HelloSent, Request, Status, TAG_LANE, TcpOptions};
 use crate::admission::Hello;
 use crate::transport::{self, Completion, Slots, StallTimer};
 use crate::{
     Connector, Denial, Error, Memory, Peer, ReadError, ReadRequest, RegionId, RegionKey, Secret, TransportKind, View,
+    admission, tcp,
 };
 
 // Connects the lanes and shakes hands on each. Reads are in `peer`.
@@ -54,7 +53,7 @@ impl TcpConnector {
     /// # Errors
     /// Those of [`Connector::connect`].
     pub fn open(&self, key: &RegionKey, session: u64, secret: &Secret, sink: Arc<Memory>) -> Result<TcpPeer, Error> {
-        let address = wire::address(key, self.fallback_host)?;
+        let address = tcp::address_in(key, self.fallback_host)?;
         (self.check)(address)?;
         let streams = self.dial(address)?;
         self.shake_hands(&streams, key, session, secret)?;

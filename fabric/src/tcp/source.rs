@@ -13,10 +13,12 @@ use rustix::net::SendFlags;
 
 use super::background::{LanePace, Pacer, Received, Upload};
 use super::socket::{self, Deadline};
-use super::wire::{self, Answer, PIECE_BYTES, Request, Responder, Status, TAG_LANE};
-use super::{MAX_LANES_PER_SESSION, SLOWEST_DRAIN_BYTES, SendMode, TcpOptions};
+use super::{
+    Answer, MAX_LANES_PER_SESSION, PIECE_BYTES, Request, Responder, SLOWEST_DRAIN_BYTES, SendMode, Status, TAG_LANE,
+    TcpOptions,
+};
 use crate::admission::{Admission, Grants, Hello, Limits, Verdict};
-use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind};
+use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind, tcp};
 
 // The source's end: which regions there are, who may read them, and the threads that serve lanes. The data path is in
 // `serve`.
@@ -166,7 +168,7 @@ impl Exporter for TcpExporter {
         let address = server
             .advertised
             .ok_or(Error::Misuse("a tcp key needs an address: give one to TcpExporter::new, or listen first"))?;
-        wire::encode(id, region.memory.length(), address)
+        tcp::region_key(id, region.memory.length(), address)
     }
 
     fn bytes_served(&self) -> u64 {
@@ -204,7 +206,7 @@ impl Shared {
             drop(server);
             // 48 bytes fit a connection on which nothing was sent before, so this does not wait.
             let soon = Deadline::after(Duration::from_millis(100));
-            wire::refuse_connection(&stream, Denial::Busy, soon);
+            tcp::refuse_connection(&stream, Denial::Busy, soon);
             return Ok(());
         };
         let number = server.next_lane;

@@ -14,13 +14,12 @@ use proptest::prelude::*;
 
 use super::socket::Deadline;
 use super::source::UNPROVED;
-use super::wire::{self, Answer, Request, Responder, Status, TAG_LANE, Tcp, WELCOME_BYTES, decode_challenge};
-use super::*;
+use super::{Answer, Request, Responder, Status, TAG_LANE, Tcp, WELCOME_BYTES, decode_challenge, *};
 use crate::admission::{Format, GRACE, Hello};
 use crate::transport::wait_readable;
 use crate::{
     Completion, Connector, Denial, Exporter, Memory, Pages, Peer, ReadError, ReadRequest, RegionId, RegionKey, Regions,
-    Secret,
+    Secret, tcp,
 };
 
 const ID: RegionId = RegionId { generation: 7, region: 1 };
@@ -516,7 +515,7 @@ impl World {
     fn raw_lane(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).unwrap();
         let hello = Hello { lane: 0, session: SESSION, id: ID, nonce: [1; 32] };
-        let lane = wire::HelloSent::hello(&stream, soon(), &hello).unwrap();
+        let lane = tcp::HelloSent::hello(&stream, soon(), &hello).unwrap();
         assert_eq!(lane.prove(&SECRET).unwrap().finish().unwrap(), REGION_BYTES);
         stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
         stream
@@ -548,7 +547,7 @@ struct FakeSource {
 impl FakeSource {
     fn new(play: impl FnOnce(&TcpStream) + Send + 'static) -> FakeSource {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let key = wire::encode(ID, REGION_BYTES, listener.local_addr().unwrap()).unwrap();
+        let key = tcp::region_key(ID, REGION_BYTES, listener.local_addr().unwrap()).unwrap();
         let thread = thread::spawn(move || {
             let (stream, _) = listener.accept().unwrap();
             play(&stream);

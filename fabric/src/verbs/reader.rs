@@ -16,13 +16,14 @@ use remora_rdma::objects::{
 use remora_rdma::{bindings as ffi, status_name};
 use rustix::event::{EventfdFlags, epoll, eventfd};
 
-use super::wire::{self, INCOMING, OUTGOING, TRIAL, TRIAL_BYTES, Verbs, WELCOME_BYTES, buffer};
-use super::{CompletionMode, MAX_SCATTER, VerbsOptions};
+use super::{
+    CompletionMode, INCOMING, MAX_SCATTER, OUTGOING, TRIAL, TRIAL_BYTES, Verbs, VerbsOptions, WELCOME_BYTES, buffer,
+};
 use crate::admission::{self, Format, Hello, PROOF_BYTES, Reader, Refusal};
 use crate::transport::{self, Slots, StallTimer, wait_readable};
 use crate::{
     Completion, Connector, Denial, Error, Memory, Peer, ReadError, ReadRequest, RegionKey, Secret, TransportKind, View,
-    memory,
+    memory, verbs,
 };
 
 // Resolves a route, connects a queue pair, shakes hands, and does one READ to see that it works.
@@ -59,7 +60,7 @@ impl VerbsConnector {
     /// # Errors
     /// Those of [`Connector::connect`]; [`Error::NoRdma`].
     pub fn open(&self, key: &RegionKey, session: u64, secret: &Secret, sink: Arc<Memory>) -> Result<VerbsPeer, Error> {
-        let addresses = wire::addresses(key, self.fallback_host)?;
+        let addresses = verbs::addresses_in(key, self.fallback_host)?;
         let routes = routes(usize::from(self.options.queue_pairs), &self.local, &addresses);
         let mut sinks: Vec<Arc<Registration>> = Vec::new();
         let (mut lanes, mut last) = (Vec::new(), None);
@@ -345,10 +346,10 @@ fn timed_out(options: &VerbsOptions, what: &'static str) -> Error {
 /// The error for a rejected request. A refusal of the source says why; any other rejection means that no source listens
 /// there.
 fn rejected(event: &Event, remote: SocketAddr) -> Error {
-    match wire::decode_refusal(&event.message) {
+    match verbs::decode_refusal(&event.message) {
         Ok(Refusal::Denied(denial)) => Error::Refused(denial),
         Ok(Refusal::Malformed | Refusal::Version) => Error::Protocol("the source could not parse our hello"),
-        Err(wire::Malformed::Magic) => unreachable(remote, io::ErrorKind::ConnectionRefused.into()).into(),
+        Err(verbs::Malformed::Magic) => unreachable(remote, io::ErrorKind::ConnectionRefused.into()).into(),
         Err(malformed) => malformed.into(),
     }
 }

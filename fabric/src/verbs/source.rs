@@ -16,10 +16,9 @@ use remora_rdma::objects::{
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd};
 
-use super::VerbsOptions;
-use super::wire::{self, Grant, INCOMING, OUTGOING, Verbs, buffer};
+use super::{Grant, INCOMING, OUTGOING, Verbs, VerbsOptions, buffer};
 use crate::admission::{self, Admission, Format, Grants, Hello, Limits, PROOF_BYTES, Refusal, Source, Verdict};
-use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind};
+use crate::{Denial, Error, Exporter, Memory, RegionId, RegionKey, Regions, Secret, TransportKind, verbs};
 
 // The source's end: which regions there are and who may read them. The thread that talks to readers is in `serve`. No
 // thread sends bytes: the card does.
@@ -41,7 +40,7 @@ impl VerbsExporter {
     /// [`Error::Misuse`] for options out of range.
     pub fn listen(options: VerbsOptions, addresses: &[SocketAddr]) -> Result<VerbsExporter, Error> {
         options.check()?;
-        if addresses.is_empty() || addresses.len() > wire::MAX_ADDRESSES {
+        if addresses.is_empty() || addresses.len() > verbs::MAX_ADDRESSES {
             return Err(Error::Misuse("RDMA addresses: give 1 to 8"));
         }
         let devices = Device::all()?;
@@ -149,7 +148,7 @@ impl Exporter for VerbsExporter {
 
     fn key(&self, id: RegionId) -> Result<RegionKey, Error> {
         let length = self.shared.server().region_length(id).ok_or(Error::NotExported(id))?;
-        wire::encode(id, length, &self.addresses)
+        verbs::region_key(id, length, &self.addresses)
     }
 
     /// Always 0: the readers' cards read the memory, without a trace here.

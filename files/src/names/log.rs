@@ -4,9 +4,8 @@ use remora_memory::crc::{crc32c, crc32c_append};
 use remora_volume::shape::BLOCK_BYTES;
 
 use super::clusters::Run;
-use super::inode::{Attributes, Kind, MOST_TARGET_BYTES};
+use super::inode::{Attributes, Kind, MOST_TARGET_BYTES, MOST_XATTR_BYTES, is_xattr_name};
 use super::layout::{Area, Geometry, Head};
-use super::xattrs::{MOST_XATTR_BYTES, is_xattr_name};
 
 /// Blocks to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]

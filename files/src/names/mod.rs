@@ -13,18 +13,17 @@
 //! - `tree`: inodes, directories and clusters, as the records make them; what is asked, and why it cannot be done.
 //!   **Start here.**
 //!   With them is what a host that follows keeps of files that were removed.
-//! - `inode`, `clusters`, `xattrs`: what it consists of. Access control lists are extended attributes.
+//! - `inode`, `clusters`: what it consists of. Access control lists are extended attributes.
 //! - [`layout`]: where the parts are in a volume; [`log`]: what the log says, and its frames as blocks, written and
 //!   read.
-//! - `writer`: [`Names`], for the one who changes them; as they are read, for the one who follows. `image`:
-//!   everything, written while it changes.
+//! - `writer`: [`Names`], for the one who changes them; as they are read, for the one who follows. In `tree` is the
+//!   image: everything, written while it changes.
 //!
 //! [README.md](../../README.md) has the format with sizes and offsets.
 
 mod clusters;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzzing;
-mod image;
 mod inode;
 pub mod layout;
 pub mod log;
@@ -32,15 +31,15 @@ pub mod log;
 mod tests;
 mod tree;
 mod writer;
-mod xattrs;
 
 pub use clusters::Run;
-pub use inode::{Attr, Attributes, Kind, MOST_LINKS, MOST_TARGET_BYTES};
+pub(crate) use inode::list_of;
+pub use inode::{
+    Attr, Attributes, Kind, MOST_LINKS, MOST_TARGET_BYTES, MOST_XATTR_BYTES, MOST_XATTR_NAME_BYTES, TRUSTED,
+};
 pub use log::BlocksToWrite;
 pub use tree::{NamesError, New, NewKind, ROOT, Rename, SetAttributes, SetTime, SetXattr, SetXattrHow};
 pub use writer::{Listed, MOST_ALLOCATED, MOST_STEP_BYTES, Names, Usage, View};
-pub(crate) use xattrs::list_of;
-pub use xattrs::{MOST_XATTR_BYTES, MOST_XATTR_NAME_BYTES, TRUSTED};
 
 /// The most clusters of a file: their numbers have 28 bits, as in the largest volume.
 pub const MOST_FILE_CLUSTERS: u64 = 1 << 28;

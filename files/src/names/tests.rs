@@ -560,8 +560,8 @@ fn images_are_written_while_names_change_and_every_prefix_is_a_state() {
     }
 }
 
-/// What an image has passed changes by entries that it has not passed: of a directory that comes last, and of one that it
-/// is in the middle of.
+/// What an image has passed changes by entries that it has not passed: of a directory that comes last, and of one that
+/// it is in the middle of.
 #[test]
 fn entries_that_an_image_has_not_passed_change_what_it_has() {
     let geometry = Geometry::with_area(65536, 16).unwrap();
@@ -833,7 +833,7 @@ fn extended_attributes_are_there_or_not_as_they_are_asked_for() {
 /// What was done at each step to permissions, as `acl(5)` and ext4 have it.
 #[test]
 fn access_control_lists_and_permission_bits_follow_each_other() {
-    use super::xattrs::tests::list;
+    use super::inode::tests::list;
     const ACCESS: &[u8] = b"system.posix_acl_access";
     const DEFAULT: &[u8] = b"system.posix_acl_default";
     let mut world = World::new(Geometry::of(4096).unwrap());
@@ -915,7 +915,7 @@ fn busy_xattrs() {
 
 #[test]
 fn extended_attributes_change_while_an_image_is_written() {
-    use crate::mutant::Mutant;
+    use crate::Mutant;
     busy_xattrs();
     Mutant::set(Some(Mutant::XattrsNotPassedOn));
     let found = std::panic::catch_unwind(busy_xattrs);
@@ -954,7 +954,7 @@ fn busy_ends() {
 
 #[test]
 fn ends_of_inodes_wait_for_the_next_change_and_no_image_passes_them() {
-    use crate::mutant::Mutant;
+    use crate::Mutant;
     busy_ends();
     Mutant::set(Some(Mutant::PutOffPastTheImage));
     let found = std::panic::catch_unwind(busy_ends);

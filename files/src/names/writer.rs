@@ -8,18 +8,19 @@ use std::collections::BTreeSet;
 use remora_volume::shape::BLOCK_BYTES;
 
 use super::clusters::{Clusters, Run, Runs, Space};
-use super::image::{CHUNK_BYTES, Image};
-use super::inode::{Attr, Attributes, Body, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES};
+use super::inode::{
+    self, Acl, Attr, Attributes, Body, CAPABILITIES, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES, MOST_XATTR_BYTES,
+    Namespace, Xattrs, is_xattr_name,
+};
 use super::layout::{Area, CLUSTER_BYTES, Geometry, Head};
 use super::log::{
     BlocksToWrite, Log, LogReader, MOST_FRAME_BYTES, MOST_NAME_BYTES, MOST_PUT_OFF, Malformed, Next, ROOM_OF_A_CHANGE,
     Record, is_name,
 };
 use super::tree::{
-    Late, New, NewKind, ROOT, RUN_BYTES, Rename, SetAttributes, SetTime, SetXattr, SetXattrHow, Tree, entry_bytes,
-    xattr_bytes,
+    CHUNK_BYTES, Image, Late, New, NewKind, ROOT, RUN_BYTES, Rename, SetAttributes, SetTime, SetXattr, SetXattrHow,
+    Tree, entry_bytes, xattr_bytes,
 };
-use super::xattrs::{self, Acl, CAPABILITIES, MOST_XATTR_BYTES, Namespace, Xattrs, is_xattr_name};
 use super::{MOST_FILE_BYTES, MOST_FILE_CLUSTERS, MOST_INODES, NamesError};
 
 /// See the module's text.
@@ -124,7 +125,7 @@ impl Names {
         let early = self.image.as_ref().map(|image| Head { geometry: image.geometry(), ..self.head });
         let is_left = self.write_image(LONG_STEP_BYTES, &mut writes);
         #[cfg(test)]
-        if crate::mutant::Mutant::HeadBeforeItsAreas.is_active()
+        if crate::Mutant::HeadBeforeItsAreas.is_active()
             && let Some(head) = early
         {
             writes.insert(0, BlocksToWrite { first: 0, data: head.to_block() });
@@ -304,7 +305,7 @@ impl Names {
     /// have that any more.
     fn keeps_its_log(&self) -> bool {
         #[cfg(test)]
-        if crate::mutant::Mutant::PutOffPastTheImage.is_active() {
+        if crate::Mutant::PutOffPastTheImage.is_active() {
             return false;
         }
         self.put_off > 0
@@ -415,13 +416,13 @@ impl Names {
             NewKind::BlockDevice(device) => (Kind::BlockDevice, device, Vec::new()),
         };
         let directory = self.tree().inode_of(parent)?;
-        let default = directory.xattr(xattrs::DEFAULT).filter(|_| kind != Kind::Symlink).and_then(Acl::parse);
+        let default = directory.xattr(inode::DEFAULT).filter(|_| kind != Kind::Symlink).and_then(Acl::parse);
         let (mut mode, mut xattrs) = (mode & !umask, Vec::new());
         if let Some(default) = default {
             let (inherited, access) = default.inherited(new.mode);
             mode = inherited;
-            xattrs.extend(access.map(|access| (xattrs::ACCESS, access.to_value())));
-            xattrs.extend((kind == Kind::Directory).then(|| (xattrs::DEFAULT, default.to_value())));
+            xattrs.extend(access.map(|access| (inode::ACCESS, access.to_value())));
+            xattrs.extend((kind == Kind::Directory).then(|| (inode::DEFAULT, default.to_value())));
         }
         let directory = directory.attributes;
         if kind == Kind::Symlink && !(1..=MOST_TARGET_BYTES).contains(&target.len()) {
@@ -607,7 +608,7 @@ impl Names {
         };
         let mode = set.mode.unwrap_or(before.mode) & Attributes::MODE;
         if let Some(access) = set.mode.and_then(|mode| self.access_acl(ino, mode)) {
-            self.record(Record::Xattr { ino, name: xattrs::ACCESS.into(), value: access.to_value().into() })?;
+            self.record(Record::Xattr { ino, name: inode::ACCESS.into(), value: access.to_value().into() })?;
         }
         if set.uid.is_some() || set.gid.is_some() {
             self.drop_capabilities(ino)?;
@@ -625,7 +626,7 @@ impl Names {
 
     /// The ACL of an inode, as it is with these permission bits. `None`: it has none.
     fn access_acl(&self, ino: u64, mode: u16) -> Option<Acl> {
-        let access = self.tree().get(ino)?.xattr(xattrs::ACCESS).and_then(Acl::parse)?;
+        let access = self.tree().get(ino)?.xattr(inode::ACCESS).and_then(Acl::parse)?;
         Some(access.with_mode(mode))
     }
 

@@ -6,16 +6,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 
 use remora_memory::crc::crc32c;
-use remora_volume::layout::Entry;
+use remora_volume::layout::{Entry, Store};
 use remora_volume::reader::{Blocks, BlocksError, InPlace, Seen};
 use remora_volume::rules::{Generation, Standing, State, Version};
 use remora_volume::shape::{Copies, Shape, VolumeId};
-use remora_volume::store::Store;
 
 use super::*;
-use crate::mutant::Mutant;
 use crate::names::{NamesError, Rename};
-use crate::{DiskDone, Follower};
+use crate::{DiskDone, Follower, Mutant};
 
 /// Reads block by block, so that a long read is of several moments.
 #[derive(Clone)]
@@ -137,8 +135,8 @@ fn what_is_read_is_of_the_file() {
     });
 }
 
-/// A file is replaced, and its clusters go to another one at once, as the volume is full. Whatever of these changes a copy
-/// has, and whenever it is looked at, a reader of the removed file gets its bytes, or is told that it is gone.
+/// A file is replaced, and its clusters go to another one at once, as the volume is full. Whatever of these changes a
+/// copy has, and whenever it is looked at, a reader of the removed file gets its bytes, or is told that it is gone.
 fn removed() -> std::result::Result<usize, String> {
     let disk = formatted(1024);
     let files = open(&disk);

@@ -429,8 +429,8 @@ mod tests {
     use remora_fabric::{Memory, Pages};
 
     use super::*;
-    use crate::identity::Kind;
     use crate::layout::Geometry;
+    use crate::layout::Kind;
     use crate::tests::{FIRST_OFFSET, Random, expect, identity, used_memory};
 
     const GEOMETRY: Geometry = Geometry { slot_size: 4096, slots: 4 };

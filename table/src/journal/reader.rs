@@ -15,10 +15,9 @@ use remora_fabric::{Completion, Memory, Peer, View};
 use super::{Copied, Damage, Window};
 use crate::encoding::Decoder;
 use crate::error::Error;
-use crate::expectation::Expectation;
+use crate::expectation::{Caught, Expectation, Purpose, Reads, from_peer, the_entry, the_line};
 use crate::layout::{ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Kind, LINE_BYTES, LINE_OFFSET, Line, State};
 use crate::publish::{load_entry, load_entry_again, load_line};
-use crate::reads::{Caught, Purpose, Reads, from_peer, the_entry, the_line};
 use crate::seal::Seal;
 use crate::snapshot::SinkLayout;
 

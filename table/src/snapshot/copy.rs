@@ -28,18 +28,17 @@ use std::sync::Arc;
 
 use remora_fabric::{Memory, Peer};
 
-use super::fetch::Pieces;
 use super::lay_out;
+use super::reader::Pieces;
 use super::slot::{
     Encoded, Holder, Lent, Opened, Opening, Place, Progress, Slot, Verdict, Wanted, forged_slot, wrong_content,
 };
 use crate::error::Error;
-use crate::expectation::Expectation;
+use crate::expectation::{Caught, Expectation, Purpose, READ_BYTES, Reads, the_entry, the_line};
 use crate::layout::{
     ENTRY_BYTES, Entry, Geometry, HEAD_BYTES, Identity, Kind, LINE_BYTES, LINE_OFFSET, Line, MAGIC, State,
 };
 use crate::publish::Publisher;
-use crate::reads::{Caught, Purpose, READ_BYTES, Reads, the_entry, the_line};
 
 /// The source of the bytes of slots.
 enum Way {

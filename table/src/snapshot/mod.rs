@@ -9,8 +9,6 @@
 //! one, and `SourceEntries` is what it has read from the source itself.
 
 mod copy;
-mod fetch;
-mod in_place;
 mod reader;
 mod slot;
 
@@ -28,10 +26,8 @@ use crate::publish::{Publisher, load_entry_again, load_line};
 use crate::seal::{Seal, SealKey};
 
 pub use copy::{Loss, SnapshotCopy, Turn};
-pub use fetch::SinkLayout;
-pub use in_place::snapshot_left;
-pub use reader::SnapshotReader;
-pub use slot::{Encoded, Place, Progress, Slot};
+pub use reader::{SnapshotReader, snapshot_left};
+pub use slot::{Encoded, Place, Progress, SinkLayout, Slot};
 
 // The writer of a snapshot: hands out space for bytes, and publishes the slots that are complete.
 //

@@ -17,17 +17,17 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_messenger::{Address, Buffer, Connection, Delivery, Message, Messenger};
 
-use super::outgoing::Outgoing;
-use super::regions::{Job, News, Opening, Region};
+use super::regions::{Job, News, Opening, Outgoing, Region};
 use super::remote::{Ask, Remote};
-use super::request::{Completion, Done, Op, Request};
-use super::{AT_WORK, Bring, ClientOptions, Error, Event, LEAST_SUBMITTED_BYTES, NO_CATCH_UP, Reads, Shared, Writes};
-use crate::layout::{Entry, Layout};
+use super::{
+    AT_WORK, Bring, ClientOptions, Completion, Done, Error, Event, LEAST_SUBMITTED_BYTES, NO_CATCH_UP, Op, Reads,
+    Request, Shared, Writes,
+};
+use crate::layout::{Entry, Layout, sums};
 use crate::link::{self, Rdma};
 use crate::reader::Found;
 use crate::rules::{self, Answer, Holder, ServerId, Version};
 use crate::shape::{BLOCK_BYTES, Shape};
-use crate::store::sums;
 use crate::wire::{Call, Cause, Mode, Reply, Run, last_write_of, newest};
 use crate::writer::{Action, End, Nearness, Seen, Writer};
 

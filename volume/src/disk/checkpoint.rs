@@ -4,11 +4,10 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::files::{Failure, Files, Name};
 use super::journal::{Due, Journal, Superblock, write_superblock};
-use crate::layout::{ENTRY_BYTES, Entry, Layout};
+use super::{Failure, Files, Name};
+use crate::layout::{ENTRY_BYTES, Entry, Layout, Store};
 use crate::shape::BLOCK_BYTES;
-use crate::store::Store;
 
 /// Moves blocks from the journal's segments to the extents, so that the segments can be removed.
 ///
@@ -93,7 +92,7 @@ impl<F: Files> Checkpoint<F> {
     /// [`Failure`].
     pub(crate) fn sync(&self) -> Result<(), Failure> {
         #[cfg(test)]
-        if crate::mutant::Mutant::ExtentsNotSynced.is_active() {
+        if crate::rules::Mutant::ExtentsNotSynced.is_active() {
             return Ok(());
         }
         self.files.sync(Name::Extents).map_err(|error| Failure::of_sync(&*self.files, Name::Extents, &error))
@@ -193,7 +192,7 @@ pub(super) fn read(files: &impl Files, layout: Layout, first: u64, count: u64) -
         let bytes = blocks[..has].chunks_exact(BLOCK_BYTES).nth(number);
         let entry = entries.get(number).copied().flatten();
         #[cfg(test)]
-        let entry = entry.map(|entry| match crate::mutant::Mutant::ZerosAreJudged.is_active() {
+        let entry = entry.map(|entry| match crate::rules::Mutant::ZerosAreJudged.is_active() {
             true => Entry { is_zero: false, ..entry },
             false => entry,
         });

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use remora_fabric::memory::crc::crc32c;
 
-use super::files::{Failure, Files, Name};
+use super::{Failure, Files, Name};
 use crate::layout::{self, ENTRY_BYTES, Entry, LINE_WORDS, Layout, Line};
 use crate::rules::Standing;
 use crate::shape::{BLOCK_BYTES, Shape};
@@ -325,7 +325,7 @@ impl<F: Files> Sync<F> {
             self.files.sync(name).map_err(|error| Failure::of_sync(&*self.files, name, &error))?;
         }
         #[cfg(test)]
-        if crate::mutant::Mutant::NameNotSynced.is_active() {
+        if crate::rules::Mutant::NameNotSynced.is_active() {
             return Ok(());
         }
         if self.folder {
@@ -447,7 +447,7 @@ impl<F: Files> Journal<F> {
             self.unsynced.insert(name);
             self.next += 1;
             #[cfg(test)]
-            if crate::mutant::Mutant::NumberUsedAgain.is_active() {
+            if crate::rules::Mutant::NumberUsedAgain.is_active() {
                 self.next -= 1;
             }
             self.files.clear(name, at).map_err(|error| Failure::of_sync(&*self.files, name, &error))?;
@@ -564,7 +564,7 @@ impl<F: Files> Journal<F> {
     /// sync has lost is still in the page cache, and looks whole. After a power cut the files are what is durable.
     pub(crate) fn lose(&mut self) {
         #[cfg(test)]
-        if crate::mutant::Mutant::LostIsBelieved.is_active() {
+        if crate::rules::Mutant::LostIsBelieved.is_active() {
             return;
         }
         let superblock = self.next_superblock(|superblock| superblock.is_lost = true);

@@ -18,15 +18,14 @@ use std::sync::Arc;
 use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, flock, renameat_with};
 
 use super::checkpoint::{self, Batch};
-use super::files::{Failure, Files, Folder, Name};
 use super::journal::{
     CHANGE_BYTES, HEAD_BYTES, Head, Journal, LAYOUT_VERSION, MAX_HEAD_BYTES, MAX_RECORD_BYTES, SLOT_BYTES, Superblock,
     UNIT, write_superblock,
 };
-use crate::layout::Layout;
+use super::{Failure, Files, Folder, Name};
+use crate::layout::{Layout, Store};
 use crate::rules::{Standing, State};
 use crate::shape::{BLOCK_BYTES, Shape, VolumeId};
-use crate::store::Store;
 
 /// A copy that was found.
 #[derive(Debug)]
@@ -141,13 +140,13 @@ pub(crate) fn recover<F: Files>(
     };
     let known = end.known_synced.max(superblock.synced);
     #[cfg(test)]
-    let known = if crate::mutant::Mutant::RotIsTheEnd.is_active() { 0 } else { known };
+    let known = if crate::rules::Mutant::RotIsTheEnd.is_active() { 0 } else { known };
     let is_same_system = !superblock.is_clean && superblock.boot == boot;
     let is_torn = !is_same_system
         || is_beginning(&*files, end.segment, end.at, end.last)?
             && is_beginning(&*files, end.segment + 1, 0, end.last)?;
     #[cfg(test)]
-    let is_torn = is_torn || crate::mutant::Mutant::RotIsTorn.is_active();
+    let is_torn = is_torn || crate::rules::Mutant::RotIsTorn.is_active();
     if known > end.last || !is_torn {
         // What the copy has promised and claimed may be among them, so it is not one that is behind. The files stay as
         // they are, and the next recovery says the same.
@@ -270,7 +269,7 @@ fn known_synced(files: &impl Files, store: u64, segment: u64, from: u64) -> Resu
 fn cut_off(files: &impl Files, segments: &[u64], base: u64, end: &End) -> Result<(), Failure> {
     let name = Name::Segment(end.segment);
     #[cfg(test)]
-    if crate::mutant::Mutant::TailNotCleared.is_active() {
+    if crate::rules::Mutant::TailNotCleared.is_active() {
         return Ok(());
     }
     files.clear(name, end.at).map_err(|error| Failure::of_sync(files, name, &error))?;
@@ -575,11 +574,11 @@ mod tests {
     use remora_lab::Random;
 
     use super::*;
-    use crate::disk::files::{Failure, Files, Name};
+    use crate::disk::{Failure, Files, Name};
     use crate::layout::Entry;
+    use crate::layout::{Store, sums};
     use crate::rules::{Generation, Standing, State};
     use crate::shape::{BLOCK_BYTES, Copies, Shape};
-    use crate::store::{Store, sums};
 
     /// A record behind event 4, of some blocks, and zeros behind it.
     fn record(blocks: usize, zeros: usize) -> (Vec<u8>, usize) {

@@ -12,21 +12,17 @@ use remora_fabric::TransportKind;
 use remora_messenger::error::LinkError;
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Refusal};
 
-use super::borrower::Borrower;
-use super::exports::Exports;
 use super::kept::{Kept, SYNC_EVERY, Stores};
-use super::puller::{Puller, Pulling, Staging};
+use super::puller::{Borrower, Puller, Pulling, Staging};
 use super::slot::{self, Asked, Done, GROWS, Growing, Larger, Means, NO_WRITER, Slot, millis, no_memory};
-use super::{Budget, ONLY_LOANS, ONLY_READS, ServerOptions, answer, refuse};
+use super::{Budget, Exports, ONLY_LOANS, ONLY_READS, ServerOptions, answer, refuse};
 use crate::disk::checkpoint::{self, Findings};
-use crate::disk::files::{Failure, Files, Name};
 use crate::disk::journal::write_superblock;
-use crate::disk::recovery;
-use crate::layout::Layout;
+use crate::disk::{Failure, Files, Name, recovery};
+use crate::layout::{Layout, Store};
 use crate::link::{self, AT_WORK, LEAST_ROOM, MOST_ROOM, Rdma, Security};
 use crate::rules::{Copy, Standing, State};
 use crate::shape::{Opened, Shape, VolumeId};
-use crate::store::Store;
 use crate::wire::{Call, Cause, Mode, Reply, Room, Status, Used};
 
 /// See the module's text.

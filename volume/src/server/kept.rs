@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 use remora_messenger::Connection;
 
 use crate::disk::checkpoint::{Batch, Checkpoint};
-use crate::disk::files::{Failure, Folder, Name};
 use crate::disk::journal::{Journal, Superblock, Sync, write_superblock};
 use crate::disk::recovery::{self, Found, Growth, Root};
-use crate::layout::{Entry, Layout};
+use crate::disk::{Failure, Folder, Name};
+use crate::layout::{Entry, Layout, Store};
 use crate::rules::{Holder, Standing, Tail, Version};
 use crate::shape::{Shape, VolumeId};
-use crate::store::Store;
 use crate::wire::{Findings, Room};
 
 /// The folder of a server's stores.

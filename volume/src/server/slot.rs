@@ -10,18 +10,16 @@ use bytes::Bytes;
 use remora_fabric::RegionId;
 use remora_messenger::{Connection, Pool};
 
-use super::exports::Exports;
 use super::kept::{Kept, Scrubbing, Stores, Waiter};
-use super::{Budget, Grant, refuse};
+use super::{Budget, Exports, Grant, refuse};
 use crate::disk::checkpoint::{self, Batch, Checkpoint, Findings};
-use crate::disk::files::{Failure, Folder};
 use crate::disk::journal::{Superblock, Sync};
 use crate::disk::recovery::Growth;
-use crate::layout::{Entry, Layout, Need};
+use crate::disk::{Failure, Folder};
+use crate::layout::{Damaged, Entry, Layout, Need, Store, sums};
 use crate::rules::{Copy, Holder, Refusal, Standing, Version};
 use crate::server;
 use crate::shape::{BLOCK_BYTES, Opened, Shape, Size};
-use crate::store::{Damaged, Store, sums};
 use crate::wire::{Call, Cause, MOST_BLOCKS, Mode, Reply, Room, Run, Status, newest};
 
 /// See the module's text.

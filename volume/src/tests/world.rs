@@ -8,8 +8,9 @@ use std::ops::Bound;
 use remora_lab::Random;
 
 use crate::layout::{Entry, Need};
-use crate::mutant::Mutant;
-use crate::rules::{Answer, Copy, Generation, Holder, Refusal, Request, ServerId, Standing, State, Tail, Version};
+use crate::rules::{
+    Answer, Copy, Generation, Holder, Mutant, Refusal, Request, ServerId, Standing, State, Tail, Version,
+};
 use crate::shape::Copies;
 use crate::wire::{Run, last_write_of, newest, overlap};
 use crate::writer::{Action, Nearness, Seen, Writer, may_be_given_out};

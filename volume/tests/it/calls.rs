@@ -13,8 +13,7 @@ use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 use remora_volume::wire::{Call, Cause, Mode, Reply, Room, Run, VERSION};
 
-use crate::cluster::{Cluster, keys, server_options};
-use crate::pattern::content;
+use crate::cluster::{Cluster, content, keys, server_options};
 
 /// A connection by hand.
 pub struct Hand {

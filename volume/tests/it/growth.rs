@@ -12,9 +12,8 @@ use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 use remora_volume::wire::{Call, Findings, Reply};
 
 use crate::calls::Hand;
-use crate::cluster::{Cluster, Remotes, options, server_options, until};
-use crate::pattern::{Checker, content, write_for};
-use crate::stores::Small;
+use crate::cluster::{Checker, Cluster, Remotes, content, options, server_options, until, write_for};
+use crate::processes::Small;
 
 fn of(shape: Shape, blocks: u64) -> Shape {
     Shape::new(shape.volume(), blocks, shape.copies()).unwrap()

@@ -7,8 +7,5 @@ mod growth;
 mod looks;
 mod nbd;
 mod networks;
-mod pattern;
 mod processes;
-mod pulls;
-mod stores;
 mod usage;

@@ -16,9 +16,8 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
-use crate::cluster::{Remotes, keys, options, until};
+use crate::cluster::{Checker, Remotes, all_are_whole, keys, options, until, write_for};
 use crate::nbd::{self, Served};
-use crate::pattern::{Checker, all_are_whole, write_for};
 
 /// Three hosts with a server each, and two for writers.
 struct Scene {
@@ -145,8 +144,8 @@ fn a_writer_that_is_cut_off_and_replaced_acknowledges_nothing_more() {
         (0..100).for_each(|_| assert!(checker.write(&first)));
         let second = scene.open(&scene.other, &options());
         let written = checker.check(&second);
-        // Answers that had arrived before the cut are read within moments, on a busy machine within seconds; by one that has
-        // ended, not at all.
+        // Answers that had arrived before the cut are read within moments, on a busy machine within seconds; by one
+        // that has ended, not at all.
         let acknowledgements = || checker.ledger.lock().unwrap().acknowledgements;
         if !is_patient {
             until("the first writer has ended", || first.end().is_some());
@@ -211,7 +210,7 @@ fn a_copy_whose_lender_dies_meanwhile_is_taken_from_the_third_one() {
     let Some(mut scene) = Scene::new(BLOCKS) else { return };
     let volume = scene.open(&scene.writer, &options());
     let content =
-        |number: u64| (0..256).flat_map(|at| crate::pattern::content(number * 256 + at, 1)).collect::<Vec<u8>>();
+        |number: u64| (0..256).flat_map(|at| crate::cluster::content(number * 256 + at, 1)).collect::<Vec<u8>>();
     for number in 0..BLOCKS / 256 {
         volume.write(number * 256, content(number)).unwrap();
     }
@@ -243,7 +242,7 @@ fn a_copy_whose_lender_dies_meanwhile_is_taken_from_the_third_one() {
     for number in 0..BLOCKS / 256 {
         assert!(volume.read(number * 256, 256).unwrap() == content(number), "{number}");
     }
-    volume.write(5, crate::pattern::content(5, 2)).unwrap(); // two copies hold it again
+    volume.write(5, crate::cluster::content(5, 2)).unwrap(); // two copies hold it again
 }
 
 // Volumes over TLS: between clients and servers, and between servers.

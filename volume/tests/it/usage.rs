@@ -11,8 +11,7 @@ use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 use remora_volume::wire::{MOST_BLOCKS, MOST_ENTRIES, Run, Status};
 
-use crate::cluster::{Cluster, Remotes, options, server_options, until};
-use crate::pattern::{Checker, content, number_of};
+use crate::cluster::{Checker, Cluster, Remotes, content, number_of, options, server_options, until};
 
 #[test]
 fn what_is_written_is_read_and_what_is_not_is_zeros() {
@@ -80,8 +79,8 @@ fn requests_are_pipelined_and_take_place_in_order() {
     }
 }
 
-/// Reads in place and flushes of what is flushed need no answer: they are done while they are submitted. Two threads, so
-/// that each also begins requests of the other one.
+/// Reads in place and flushes of what is flushed need no answer: they are done while they are submitted. Two threads,
+/// so that each also begins requests of the other one.
 #[test]
 fn a_caller_may_hold_a_lock_that_done_takes() {
     let cluster = Cluster::new(1, 1, 64);
