@@ -637,7 +637,11 @@ pub(super) async fn look(args: &SwitchArgs) -> Result<Found, Failure> {
         if let Some(why) = lacks_room(&of_old, &new.info("memory").await?) {
             return Err(Failure::refused(format!("{} {why}; raise maxmemory there first", to.url())));
         }
-        refuse_what_would_take_no_writes(&mut new, &of_new).await?;
+        // Sentinels have the other replicas of the old one follow the new one.
+        let moved = if args.sentinel.is_given() { of_old.connected_replicas.unwrap_or(1) } else { 1 };
+        refuse_what_would_take_no_writes(&mut new, of_new.connected_replicas.unwrap_or(0).saturating_add(moved))
+            .await?;
+        warn_of_databases(&mut old, &mut new).await?;
         let ports = ports_of(&mut new, &of_new).await?;
         listed = match &args.to_address {
             Some(named) => named_in(&before, named),
@@ -790,8 +794,8 @@ fn lacks_room(old: &Facts, memory: &Info) -> Option<String> {
     Some(format!("uses {used}, and its maxmemory is {limit} ({policy}): it would {would} as soon as it is the primary"))
 }
 
-/// Refuses a replica that would take no writes as a primary. The old primary will follow it, and its own replicas do.
-async fn refuse_what_would_take_no_writes(new: &mut Client, facts: &Facts) -> Result<(), Failure> {
+/// Refuses a replica that would take no writes as a primary, which will have so many replicas.
+async fn refuse_what_would_take_no_writes(new: &mut Client, has: u32) -> Result<(), Failure> {
     let url = new.server().url().to_string();
     let mut needed = 0;
     for name in ["min-replicas-to-write", "min-slaves-to-write"] {
@@ -800,12 +804,33 @@ async fn refuse_what_would_take_no_writes(new: &mut Client, facts: &Facts) -> Re
             value => needed = value.ok().flatten().and_then(|count| count.parse().ok()).unwrap_or(needed),
         }
     }
-    let has = facts.connected_replicas.unwrap_or(0).saturating_add(1);
     if needed > has {
         return Err(Failure::refused(format!(
             "{url} would take no writes: its min-replicas-to-write is {needed}, and it would have {}; lower it there first",
             counted(has, "replica")
         )));
+    }
+    Ok(())
+}
+
+/// Warns of an old primary with fewer databases than the new one. It will follow that one, and carry out in another
+/// database what clients write in one that it lacks.
+async fn warn_of_databases(old: &mut Client, new: &mut Client) -> Result<(), Failure> {
+    let mut counts = [0_u32; 2];
+    for (count, client) in counts.iter_mut().zip([&mut *old, &mut *new]) {
+        match client.config_get("databases").await {
+            Err(error) if error.refusal().is_some() => return Ok(()),
+            value => *count = value?.and_then(|value| value.parse().ok()).unwrap_or(0),
+        }
+    }
+    let [has, wants] = counts;
+    if has != 0 && has < wants {
+        let url = old.server().url();
+        tracing::warn!(
+            "{url} has {}, and the new primary {wants}: what clients write in one that {url} lacks, it will carry out in another one; \
+             start it with databases {wants} before you switch back",
+            counted(has, "database")
+        );
     }
     Ok(())
 }

@@ -72,6 +72,18 @@ fn a_dry_run_changes_nothing_and_what_is_done_is_not_done_again() {
     }
 }
 
+#[test]
+fn the_way_back_to_a_server_with_fewer_databases_is_warned_of() {
+    let stage = Stage::new();
+    for kind in require::kinds() {
+        let (old, new) = (Server::start(kind).unwrap(), Server::builder(kind).databases(20).start().unwrap());
+        new.replicate(&old).unwrap();
+        new.wait_for_link(LONG).unwrap();
+        let words = ["has 16 databases, and the new primary 20", "start it with databases 20"];
+        says(&switch(&stage, &old, &new, &["--dry-run"], 0), &words);
+    }
+}
+
 /// Two hosts call the same command at the same time.
 #[test]
 fn two_switches_at_the_same_time_leave_one_primary_and_lose_no_write() {
