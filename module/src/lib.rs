@@ -35,7 +35,6 @@ use std::ffi::CStr;
 use std::sync::atomic::Ordering::Relaxed;
 
 use api::{Command, Context, InfoSection, Informer, LogLevel, Module, StrRef};
-use capture::child;
 use sweep::running;
 
 /// This crate, as a module of the server.
@@ -59,12 +58,12 @@ impl Module for Remora {
             && command::<capture::Disarm>(context)
             && command::<capture::Status>(context)
             && command::<capture::Help>(context)
-            && command::<child::Walk>(context)
+            && command::<capture::Walk>(context)
             && command::<sweep::Begin>(context);
         if !commands {
             return refuse(context, "the server already has commands with its names");
         }
-        if !context.subscribe::<child::SnapshotBegins>() || !context.subscribe::<capture::ChildEnded>() {
+        if !context.subscribe::<capture::SnapshotBegins>() || !context.subscribe::<capture::ChildEnded>() {
             return refuse(context, "the server has no events for its fork children");
         }
         let events = context.subscribe::<running::Flushed>()

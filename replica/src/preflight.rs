@@ -462,17 +462,17 @@ pub(super) fn tls_of(given: TlsOptions, own: TlsOptions) -> TlsOptions {
 }
 
 fn check_identity(facts: &Facts, target: &Target, plan: &Offer, host: &str, port: u16) -> Result<(), Failure> {
+    if facts.run_id.is_some() && facts.run_id == target.facts.run_id {
+        return Err(Failure::refused(format!(
+            "{host}:{port}, where the primary should be, is the replica's own server; give the source the primary's address with \
+             --announce"
+        )));
+    }
     // A server that is promoted begins a history of its own: a primary with that of another server is where it began.
     if target.facts.role == Some(Role::Primary) && facts.replid.is_some() && facts.replid == target.facts.replid {
         return Err(Failure::refused(format!(
             "{host}:{port} follows the replica's own server, directly or through others: if that followed it, no server of theirs would \
              take writes; name the servers the other way round, or another server (to exchange their roles: remora switch)"
-        )));
-    }
-    if facts.run_id.is_some() && facts.run_id == target.facts.run_id {
-        return Err(Failure::refused(format!(
-            "{host}:{port}, where the primary should be, is the replica's own server; give the source the primary's address with \
-             --announce"
         )));
     }
     let same_server = facts.run_id.as_deref() == Some(plan.run_id.as_str());

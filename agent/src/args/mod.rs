@@ -3,7 +3,6 @@
 //! Each command has a help page: what it does, examples, exit codes, ACL rules. Nothing here runs a command:
 //! [`crate::commands`] does.
 
-mod backup;
 mod cluster;
 mod connections;
 mod fetch;
@@ -20,33 +19,29 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{CommandFactory, Parser, Subcommand, ValueEnum};
 pub use remora_server::HostPort;
 
-pub use self::backup::{BackupArgs, RestoreArgs};
 pub use self::cluster::{
     ClusterAction, ClusterArgs, ClusterBackupArgs, ClusterMigrateArgs, ClusterPlanArgs, ClusterSourcesArgs,
-    ClusterStatusArgs, ClusterSyncArgs, Renew,
+    ClusterStatusArgs, ClusterSyncArgs, DigestUse, EndsArgs, MigrateArgs, Renew, SwitchArgs, VerifyArgs,
 };
-pub use self::cluster::{DigestUse, EndsArgs, MigrateArgs, SwitchArgs, VerifyArgs};
-pub use self::connections::SentinelArgs;
 pub use self::connections::{
     LenderNameArgs, LinkTlsArgs, MetricsArgs, MetricsFileArgs, MonitorNameArgs, PeerArgs, RdmaEndArgs, RdmaOfferArgs,
-    RdmaReadArgs, ReplicaNameArgs, SecurityArgs, SourceKeyArgs,
+    RdmaReadArgs, ReplicaNameArgs, SecurityArgs, SentinelArgs, ServerArgs, SourceKeyArgs, TlsArgs,
 };
-pub use self::connections::{ServerArgs, TlsArgs};
 pub use self::fetch::{
-    ClusterNodeArgs, FetchArgs, PassOnArgs, SnapshotAction, SnapshotArgs, SnapshotFromArgs, SnapshotMountArgs,
+    BackupArgs, ClusterNodeArgs, FetchArgs, PassOnArgs, RestoreArgs, SnapshotAction, SnapshotArgs, SnapshotFromArgs,
+    SnapshotMountArgs,
 };
 pub(crate) use self::help::{in_our_words, rare_of};
-pub use self::inspect::{AskArgs, DevicesArgs, PlanArgs, PlannedSecurity, ProbeArgs, ReadArgs, ReadyArgs, StatusArgs};
 pub use self::inspect::{
-    ConfigAction, ConfigArgs, GenerateArgs, Generated, LayoutArgs, LoadArgs, ModuleArgs, ModuleQuestion, TokenAction,
+    AskArgs, ConfigAction, ConfigArgs, DevicesArgs, GenerateArgs, Generated, LayoutArgs, LoadArgs, ModuleArgs,
+    ModuleQuestion, PlanArgs, PlannedSecurity, ProbeArgs, ReadArgs, ReadyArgs, StatusArgs, TokenAction,
     TokenCommandArgs, ValueType,
 };
 pub use self::replica::{
-    AddArgs, AttendArgs, InterceptAction, InterceptArgs, InterceptPortArgs, PRIMARY_PORT, ShowArgs,
+    AddArgs, AttendArgs, DeliveryArgs, InterceptAction, InterceptArgs, InterceptPortArgs, LendArgs, ModuleLoad,
+    PRIMARY_PORT, RelayArgs, ReplicaArgs, ShowArgs,
 };
-pub use self::replica::{DeliveryArgs, LendArgs, ModuleLoad, RelayArgs, ReplicaArgs};
-pub use self::source::{BaseArgs, StoreArgs};
-pub use self::source::{CapturedArgs, FastKeys, SourceArgs, TuneArgs, WalkArgs};
+pub use self::source::{BaseArgs, CapturedArgs, FastKeys, SourceArgs, StoreArgs, TuneArgs, WalkArgs};
 pub use self::volume::{
     CreateArgs, FormatArgs, GrowArgs, MountArgs, NbdArgs, NbdTlsArgs, RemoveArgs, RepairArgs, ScrubArgs, ServeArgs,
     VolumeAction, VolumeArgs, VolumeSecurityArgs, VolumeStatusArgs, WaysArgs, WriterArgs,
