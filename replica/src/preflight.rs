@@ -347,7 +347,7 @@ pub(super) async fn primary(
             has_modules = !facts.modules_missing_at(&Facts::default()).is_empty();
             check_format(&facts, target, server.url())?;
             check_contents(&facts, target, server.url())?;
-            let has = databases_of(&mut client).await.map_err(refused)?;
+            let has = client.config_number("databases").await.map_err(refused)?;
             check_later_databases(has, target, server.url())?;
             if let Some(conversion) = &target.conversion {
                 let ran = client.info("commandstats").await.map_err(refused)?;
@@ -648,14 +648,6 @@ fn check_later_databases(primary: Option<u32>, target: &Target, url: &ServerUrl)
             )))
         }
         _ => Ok(()),
-    }
-}
-
-/// How many databases a server has (`databases`); `None` if it does not tell.
-async fn databases_of(client: &mut Client) -> Result<Option<u32>, ServerError> {
-    match client.config_get("databases").await {
-        Err(error) if error.refusal().is_some() => Ok(None),
-        count => Ok(count?.and_then(|count| count.parse().ok())),
     }
 }
 

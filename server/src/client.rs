@@ -396,6 +396,14 @@ impl Client {
         Ok(value.map(|value| String::from_utf8_lossy(&value).into_owned()))
     }
 
+    /// The value of a setting that is a number; `None` if the server does not know it, or refuses to tell.
+    pub async fn config_number<N: std::str::FromStr>(&mut self, name: &str) -> Result<Option<N>, ServerError> {
+        match self.config_get(name).await {
+            Err(error) if error.refusal().is_some() => Ok(None),
+            value => Ok(value?.and_then(|value| value.parse().ok())),
+        }
+    }
+
     /// The value of a setting that may be any bytes: a name, a path or a password. `None` if the server does not know
     /// it.
     pub async fn config_bytes(&mut self, name: &str) -> Result<Option<Vec<u8>>, ServerError> {

@@ -429,11 +429,7 @@ fn database(name: &str, line: &str) -> Option<Database> {
 
 /// Reads `tls-port`, which `INFO` does not report. Unknown if `CONFIG GET` is not allowed or the server has no TLS.
 async fn tls_port(client: &mut Client) -> Result<Option<u16>, ServerError> {
-    match client.config_get("tls-port").await {
-        Ok(value) => Ok(value.and_then(|text| text.parse().ok()).filter(|port| *port != 0)),
-        Err(error) if error.refusal().is_some() => Ok(None),
-        Err(error) => Err(error),
-    }
+    Ok(client.config_number("tls-port").await?.filter(|port| *port != 0))
 }
 
 /// An estimate of the time from the question to the primary's `+CONTINUE`: a few round trips, and a busy server.

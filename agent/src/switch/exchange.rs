@@ -794,16 +794,10 @@ fn lacks_room(old: &Facts, memory: &Info) -> Option<String> {
     Some(format!("uses {used}, and its maxmemory is {limit} ({policy}): it would {would} as soon as it is the primary"))
 }
 
-/// Refuses a replica that would take no writes as a primary, which will have so many replicas.
+/// Refuses a replica that would take no writes as a primary that `has` replicas.
 async fn refuse_what_would_take_no_writes(new: &mut Client, has: u32) -> Result<(), Failure> {
     let url = new.server().url().to_string();
-    let mut needed = 0;
-    for name in ["min-replicas-to-write", "min-slaves-to-write"] {
-        match new.config_get(name).await {
-            Err(error) if error.refusal().is_none() => return Err(error.into()),
-            value => needed = value.ok().flatten().and_then(|count| count.parse().ok()).unwrap_or(needed),
-        }
-    }
+    let needed = new.config_number("min-replicas-to-write").await?.unwrap_or(0);
     if needed > has {
         return Err(Failure::refused(format!(
             "{url} would take no writes: its min-replicas-to-write is {needed}, and it would have {}; lower it there first",
@@ -816,15 +810,10 @@ async fn refuse_what_would_take_no_writes(new: &mut Client, has: u32) -> Result<
 /// Warns of an old primary with fewer databases than the new one. It will follow that one, and carry out in another
 /// database what clients write in one that it lacks.
 async fn warn_of_databases(old: &mut Client, new: &mut Client) -> Result<(), Failure> {
-    let mut counts = [0_u32; 2];
-    for (count, client) in counts.iter_mut().zip([&mut *old, &mut *new]) {
-        match client.config_get("databases").await {
-            Err(error) if error.refusal().is_some() => return Ok(()),
-            value => *count = value?.and_then(|value| value.parse().ok()).unwrap_or(0),
-        }
-    }
-    let [has, wants] = counts;
-    if has != 0 && has < wants {
+    let counts: [Option<u32>; 2] = [old.config_number("databases").await?, new.config_number("databases").await?];
+    if let [Some(has), Some(wants)] = counts
+        && has < wants
+    {
         let url = old.server().url();
         tracing::warn!(
             "{url} has {}, and the new primary {wants}: what clients write in one that {url} lacks, it will carry out in another one; \
@@ -850,11 +839,7 @@ async fn follows_directly(from: &Server, old: &Facts, new: &Facts) -> bool {
 
 /// The ports under which a primary may list this server.
 async fn ports_of(new: &mut Client, facts: &Facts) -> Result<Vec<u16>, Failure> {
-    let announced = match new.config_get("replica-announce-port").await {
-        Ok(port) => port.and_then(|port| port.parse().ok()).filter(|port| *port != 0),
-        Err(error) if error.refusal().is_some() => None,
-        Err(error) => return Err(error.into()),
-    };
+    let announced = new.config_number("replica-announce-port").await?.filter(|port| *port != 0);
     Ok([announced, facts.tcp_port, facts.tls_port].into_iter().flatten().collect())
 }
 

@@ -867,7 +867,7 @@ impl World {
                         let delay = self.draw.below(4 * SECOND);
                         return self.after(delay, Happens::Sends(token, order));
                     }
-                    // Nobody calls a switch back again that has ended between its steps.
+                    // The agent of a switch back dies between its steps, and its operator does not call it again.
                     (Order::StepDown(_), 6) if self.runs[who].as_ref().is_some_and(|run| run.turned) => {
                         self.theme = u64::MAX;
                         self.orders(token, order);

@@ -155,7 +155,7 @@ async fn serve<T: Contents>(
 /// What the user is told of a mount that is left.
 const LEFT: &str = "stays mounted, and every use of it fails, until this command is started again or it is unmounted";
 
-/// The kernel does not ask any more, and nobody has unmounted it.
+/// The kernel asks nothing any more, and nobody has unmounted it.
 fn unserved(left: Result<(), EndError>) -> Failure {
     let why = left.err().map(|error| format!(": {error}")).unwrap_or_default();
     Failure::local(format!("the kernel's connection has failed, or another process has aborted it{why}"))

@@ -68,11 +68,7 @@ async fn examine(options: &Options) -> Result<Found, Failure> {
              CLUSTER REPLICATE while remora attend is beside it, or use --delivery link"
         )));
     };
-    let announced = match client.config_get("replica-announce-port").await {
-        Ok(announced) => announced.and_then(|port| port.parse().ok()),
-        Err(error) if error.refusal().is_some() => None,
-        Err(error) => return Err(error.into()),
-    };
+    let announced = client.config_number("replica-announce-port").await?;
     let ports = [facts.tcp_port, facts.tls_port, announced].into_iter().flatten().collect();
     Ok(Found { server, client, facts, link, tls, ports })
 }
