@@ -344,6 +344,8 @@ fn held(source: &Source, now: Instant) -> Option<Candidate> {
         made_of(source).map_or(String::new(), |from| format!("{}, from {}", BaseKind::Snapshot.words(), from.place));
     let known = match snapshot.origin() {
         _ if source.tables.is_windowed_for(&source.facts) => Known::Unusable("its slots are reused".to_owned()),
+        // It is asked for, and one of the others has to serve.
+        None if source.options.no_fork => return None,
         None => Known::New,
         Some(_) if let Some(why) = source.machine.why_late(now) => Known::Unusable(why.to_owned()),
         Some(origin) => {
