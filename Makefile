@@ -155,7 +155,7 @@ test-matrix: setup
 .PHONY: pieces
 pieces: ROUNDS ?= 1000
 pieces: setup
-	REMORA_PIECES_ROUNDS=$(ROUNDS) $(CARGO) test --locked -p remora-agent --test it pieces::by_command -- --ignored --nocapture
+	REMORA_PIECES_ROUNDS=$(ROUNDS) $(CARGO) test --locked -p remora-agent --test it many::by_command -- --ignored --nocapture
 
 ## twins: random commands on servers that have loaded in the fast way, and on twins that have not; MINUTES=60
 .PHONY: twins

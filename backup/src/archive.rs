@@ -843,7 +843,7 @@ impl Identities {
         let unusable = |what: &dyn std::fmt::Display| {
             Failure::refused(format!("the identities in {} (--identity) cannot be used: {what}", file.display()))
         };
-        let bytes = remora_wire::secret_file::read(file, FILE_BYTES + 1).map_err(|error| unusable(&error))?;
+        let bytes = remora_wire::token::read(file, FILE_BYTES + 1).map_err(|error| unusable(&error))?;
         if bytes.len() > FILE_BYTES {
             return Err(unusable(&"the file is too long"));
         }

@@ -52,9 +52,7 @@ use tokio::time::timeout;
 
 pub use self::error::{Error, Fault, Result, turn_away};
 use self::post::{Introduced, Post};
-pub use self::security::Role;
-pub use self::security::{Identity, Protection};
-pub use self::security::{Mode, Security, SourceKey};
+pub use self::security::{Identity, Mode, Protection, Role, Security, SourceKey};
 pub use self::tokens::Options;
 use self::tokens::keyring_of;
 

@@ -38,7 +38,7 @@ use remora_fabric::TransportKind;
 use remora_process::events;
 use remora_process::exit::Failure;
 use remora_protocol::Message;
-use remora_wire::secret_file;
+use remora_wire::token;
 
 /// What protects the connections between agents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -550,7 +550,7 @@ impl Configs {
         let clients = clients.map_err(|error| untrusted(&error))?;
         match clients.verify_client_cert(&chain[0], &chain[1..], UnixTime::now()) {
             Err(rustls::Error::InvalidCertificate(why)) if is_untimely(&why) => {
-                return Err(unusable(chain_file, chain_option, &x509::words::plainly(&why)));
+                return Err(unusable(chain_file, chain_option, &x509::plainly(&why)));
             }
             // Peers may trust other authorities than this end does, as while one replaces another.
             Err(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
@@ -569,14 +569,14 @@ impl Configs {
             .map_err(not_set_up)?
             .with_root_certificates(roots)
             .with_client_auth_cert(chain.clone(), key.clone_key())
-            .map_err(|error| unusable(chain_file, chain_option, &x509::words::of_pair(&error)))?;
+            .map_err(|error| unusable(chain_file, chain_option, &x509::of_pair(&error)))?;
         of_client(&mut client);
         let mut server = ServerConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&TLS13])
             .map_err(not_set_up)?
             .with_client_cert_verifier(Arc::new(WithRole::new(clients, roles.clone())))
             .with_single_cert(chain, key)
-            .map_err(|error| unusable(chain_file, chain_option, &x509::words::of_pair(&error)))?;
+            .map_err(|error| unusable(chain_file, chain_option, &x509::of_pair(&error)))?;
         of_port(&mut server);
         Ok(Configs { client: Arc::new(client), server: Arc::new(server) })
     }
@@ -591,10 +591,10 @@ fn certificates(path: &Path, option: &str) -> Result<Vec<CertificateDer<'static>
         return Err(unusable(&TOO_LONG));
     }
     let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
-    let read = read.map_err(|error| unusable(&x509::words::of_file(&error, &bytes, "certificate")))?;
+    let read = read.map_err(|error| unusable(&x509::of_file(&error, &bytes, "certificate")))?;
     if read.is_empty() {
         let none = rustls::pki_types::pem::Error::NoItemsFound;
-        return Err(unusable(&x509::words::of_file(&none, &bytes, "certificate")));
+        return Err(unusable(&x509::of_file(&none, &bytes, "certificate")));
     }
     Ok(read)
 }
@@ -602,7 +602,7 @@ fn certificates(path: &Path, option: &str) -> Result<Vec<CertificateDer<'static>
 fn private_key(path: &Path, option: &str) -> Result<PrivateKeyDer<'static>, Failure> {
     let text = read_secret(path, option)?;
     PrivateKeyDer::from_pem_slice(&text)
-        .map_err(|error| unusable(path, option, &x509::words::of_file(&error, &text, "private key")))
+        .map_err(|error| unusable(path, option, &x509::of_file(&error, &text, "private key")))
 }
 
 /// Reads a file with a private key.
@@ -611,14 +611,14 @@ fn private_key(path: &Path, option: &str) -> Result<PrivateKeyDer<'static>, Fail
 /// The file cannot be read, is too long, or other users could have read or changed it.
 pub(super) fn read_secret(path: &Path, option: &str) -> Result<Vec<u8>, Failure> {
     let unusable = |error: &dyn std::fmt::Display| unusable(path, option, error);
-    let bytes = secret_file::read(path, FILE_BYTES + 1).map_err(|error| unusable(&error))?;
+    let bytes = token::read(path, FILE_BYTES + 1).map_err(|error| unusable(&error))?;
     if bytes.len() > FILE_BYTES { Err(unusable(&TOO_LONG)) } else { Ok(bytes) }
 }
 
 fn roots(path: &Path, option: &str) -> Result<RootCertStore, Failure> {
     let mut roots = RootCertStore::empty();
     for certificate in certificates(path, option)? {
-        roots.add(certificate).map_err(|error| unusable(path, option, &x509::words::of_pair(&error)))?;
+        roots.add(certificate).map_err(|error| unusable(path, option, &x509::of_pair(&error)))?;
     }
     Ok(roots)
 }
@@ -639,7 +639,7 @@ fn check_pair(
             files.chain.display(),
             files.options[0]
         ))),
-        Err(error) => Err(unusable(&files.key, files.options[1], &x509::words::of_pair(&error))),
+        Err(error) => Err(unusable(&files.key, files.options[1], &x509::of_pair(&error))),
     }
 }
 
@@ -678,7 +678,7 @@ pub(super) fn explain(error: &std::io::Error) -> Option<String> {
             why => format!(
                 "presents a certificate that cannot be accepted: {}; give each agent a certificate of its own, signed by the authority \
                  in --ca",
-                x509::words::plainly(why)
+                x509::plainly(why)
             ),
         },
         rustls::Error::NoCertificatesPresented => {

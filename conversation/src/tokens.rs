@@ -13,10 +13,8 @@ use tokio::net::ToSocketAddrs;
 
 use super::security::Role;
 use super::{Connection, Error, Fault, Security, SourceKey, Token};
-use remora_process::AbortOnDrop;
-use remora_process::events;
 use remora_process::exit::Failure;
-use remora_process::signals;
+use remora_process::{AbortOnDrop, events, signals};
 
 /// What an agent needs to connect to another one.
 #[derive(Clone, Debug)]

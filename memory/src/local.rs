@@ -2,7 +2,6 @@
 //! to packets, the folder where the sockets stand, and no call that blocks without a deadline.
 
 use std::collections::VecDeque;
-use std::env;
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, Metadata};
 use std::io::{self, IoSlice, IoSliceMut};
@@ -13,8 +12,8 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{env, thread};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{AtFlags, CWD, Gid, Mode};
@@ -25,7 +24,7 @@ use rustix::net::{
     SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
 };
 
-use crate::error::Error;
+use crate::Error;
 
 /// Where a socket is bound.
 ///

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 
-use crate::export::Geometry;
+use crate::Geometry;
 use crate::protocol::extent_flags::{HOLE, ZERO};
 use crate::protocol::{Asked, Errno, Extent, Failure};
 use crate::request::Zero;

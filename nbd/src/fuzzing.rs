@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use crate::export::{Export, Geometry};
 use crate::handshake::{Error, Handshake, Session, Step, Tls};
 use crate::protocol::{
     Asked, CHUNK_BYTES, Extent, Failure, OPTION_REPLY_MAGIC, SIMPLE_BYTES, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC,
     option,
 };
 use crate::request::{Op, Request};
+use crate::{Export, Geometry};
 
 /// The body of a target.
 pub type Body = fn(&[u8]);

@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use crate::export::Export;
+use crate::Export;
 use crate::protocol::{
     BASE_ALLOCATION, INIT_MAGIC, MAX_PAYLOAD_BYTES, MAX_STRING_BYTES, OPTION_MAGIC, OPTION_REPLY_MAGIC,
     handshake_flags as flag, info, option as asked, option_reply as say,
@@ -408,7 +408,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::export::Geometry;
+    use crate::Geometry;
     use crate::protocol::transmission_flags;
 
     /// A client's side of the bytes.

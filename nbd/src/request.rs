@@ -1,6 +1,6 @@
 //! Request: one request of a client, and whether it may take place.
 
-use crate::export::Geometry;
+use crate::Geometry;
 use crate::handshake::Session;
 use crate::protocol::{Errno, Failure, MAX_PAYLOAD_BYTES, REQUEST_MAGIC, command, command_flags as flag};
 

@@ -20,11 +20,11 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::device::{Answer, Device, Outbox, Payload};
-use crate::export::{Export, Geometry};
 use crate::handshake::{self, Handshake, Session, Step, Tls};
 use crate::protocol::{Asked, MAX_STRING_BYTES};
 use crate::request::{Broken, Op, Request};
 use crate::stream::{self, Stream, TlsConfig};
+use crate::{Export, Geometry};
 
 /// Where a server listens.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -666,7 +666,7 @@ fn check_modules(facts: &Facts, target: &Target, url: &ServerUrl) -> Result<(), 
 // Needs: the commands by which a sync changes the replica's server, and whether the server would carry them out.
 //
 // They are asked for before the first change, by a dry run and by a sync alike. A server can lack one because its ACL
-// forbids it to our user, or because it was renamed. [`remora_server::permission`] says how it is asked.
+// forbids it to our user, or because it was renamed. [`remora_server::facts`] says how it is asked.
 
 /// A command, and what a sync without it is.
 struct Need {

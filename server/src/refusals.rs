@@ -16,7 +16,7 @@ use std::{fmt, io};
 use self::Actor::{Administrator, Itself, Remora, User};
 use self::RefusalKind as Kind;
 use self::Verdict::{End, TryAgain, Wait};
-use remora_base::x509::words;
+use remora_base::x509;
 use remora_redis::resp::Limits;
 
 /// The kinds of error replies, for code that treats some of them in its own way.
@@ -398,7 +398,7 @@ pub enum ServerError {
         cause: io::Error,
     },
     /// The TLS handshake failed.
-    #[error("TLS with the server {server} failed: {}", words::with_server(cause, task.tls_prefix()))]
+    #[error("TLS with the server {server} failed: {}", x509::with_server(cause, task.tls_prefix()))]
     Tls {
         /// Its address.
         server: String,

@@ -21,8 +21,8 @@ use rustls::{
 };
 
 use super::refusals::SetupError;
-use remora_base::x509::words::{self, Asked, Unfit};
-use remora_base::x509::{Certificate, Fingerprint};
+
+use remora_base::x509::{self, Asked, Certificate, Fingerprint, Unfit};
 
 /// Files and names for TLS, as given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -77,7 +77,7 @@ impl TlsOptions {
                 builder.with_client_auth_cert(read_certificates(certificate)?, read_key(key)?).map_err(|error| {
                     let (certificate, key) = (certificate.display(), key.display());
                     let [cert, of_key] = ["cert", "key"].map(|name| self.option(name));
-                    SetupError::Tls(format!("{certificate} ({cert}) and {key} ({of_key}): {}", words::of_pair(&error)))
+                    SetupError::Tls(format!("{certificate} ({cert}) and {key} ({of_key}): {}", x509::of_pair(&error)))
                 })?
             }
             (Some(_), None) => {
@@ -117,7 +117,7 @@ impl TlsOptions {
                             "{} ({}): {}",
                             path.display(),
                             self.option("ca"),
-                            words::of_pair(&error)
+                            x509::of_pair(&error)
                         ))
                     })?;
                 }
@@ -158,7 +158,7 @@ fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, SetupError> {
 }
 
 fn of_file(path: &Path, error: &pem::Error, text: &[u8], wanted: &str) -> SetupError {
-    SetupError::Tls(format!("the file {} cannot be used: {}", path.display(), words::of_file(error, text, wanted)))
+    SetupError::Tls(format!("the file {} cannot be used: {}", path.display(), x509::of_file(error, text, wanted)))
 }
 
 fn read(path: &Path, what: &'static str) -> Result<Vec<u8>, SetupError> {

@@ -22,8 +22,8 @@
 //! - `tables` is the memory, and divides it between what this host and what others read ([`Shares`]). `exports` are the
 //!   transports that export it, and scratch memory for `remora probe`. `compression` decides how slots are compressed
 //!   for other hosts. The memory is touched before the first snapshot, while the port is open.
-//! - `answers` describes the primary, whether it continues a history, and what a replica would get, of which base;
-//!   `questions` answers `remora status`, Prometheus and probes, and bounds how often replicas make the source ask the
+//! - `answers` describes the primary, whether it continues a history, and what a replica would get, of which base.
+//!   It also answers `remora status`, Prometheus and probes, and bounds how often replicas make the source ask the
 //!   primary.
 //! - `standby` copies the snapshots of another source (`--standby-of`), and decides which, and when.
 //! - `service_manager` has the service manager keep a snapshot for the next process, and takes a port that it keeps
@@ -40,7 +40,6 @@ mod exports;
 mod gauge;
 pub mod machine;
 mod options;
-mod questions;
 mod service_manager;
 mod standby;
 mod tables;
@@ -74,6 +73,7 @@ use tokio::signal::unix::Signal;
 use tokio::sync::mpsc;
 
 use self::answers::Choice;
+use self::answers::{Answered, Questions};
 use self::answers::{as_others_reach_it, format_for, name_of};
 use self::capture::CaptureEvent;
 use self::captured::Captured;
@@ -83,7 +83,6 @@ use self::captures::{Methods, Threads};
 use self::exports::{Exports, Links, Peer, ProbeRegion, Readable, tcp_exporter};
 use self::gauge::{Gauge, Rate, Reading};
 use self::machine::{Action, Event, Machine, Report, Resume, Rules, Session};
-use self::questions::{Answered, Questions};
 use self::service_manager::{Keeper, Port};
 use self::standby::Standby;
 use self::tables::Preparation;
@@ -191,7 +190,7 @@ async fn start(options: Options) -> Result<(Source, Mailboxes, listener::Listene
         Some(_) => Preparation::none(),
         None => Preparation::begin(tables.to_prepare(&facts), incoming.clone())?,
     };
-    let metrics = metrics.map(|listener| questions::serve(listener, incoming.clone()));
+    let metrics = metrics.map(|listener| answers::serve(listener, incoming.clone()));
     let watching = captured.watch(incoming.clone());
     let choice = Choice::begin(options.stored.as_ref(), incoming.clone());
     let mut source = Source {
@@ -333,7 +332,7 @@ impl Source {
                     standby::look(&mut self)?;
                     let moved = self.topology.tick(Instant::now(), self.gauge.published_slots());
                     self.assign(&moved);
-                    mailboxes.service.turn(|| questions::in_short(&self));
+                    mailboxes.service.turn(|| answers::in_short(&self));
                 }
                 Some(()) = hangups.recv() => self.options.tokens.read_again(),
                 _ = signals.next() => break,
@@ -364,11 +363,11 @@ impl Source {
             }
             Incoming::Saving(answer) => captures::answered(self, answer),
             Incoming::Moved(facts) => captured::moved(self, *facts),
-            Incoming::Answered(answered) => questions::answered(self, answered),
+            Incoming::Answered(answered) => answers::answered(self, answered),
             Incoming::Presence(look) => captured::saw(self, look),
             Incoming::Stored(found) => self.choice.found(found),
             Incoming::First(news) => standby::told(self, news),
-            Incoming::Scraped(scrape) => questions::answer(self, *scrape),
+            Incoming::Scraped(scrape) => answers::answer(self, *scrape),
             Incoming::Prepared(done) => {
                 done?;
                 self.preparation.ended();
@@ -452,7 +451,7 @@ impl Source {
                 return self.peer_lost(session, generation, peer, cause, &text);
             }
             Message::HandOffQuery { offset, .. } => return self.answer_hand_off(session, offset),
-            Message::StatusQuery => return questions::send_status(self, session),
+            Message::StatusQuery => return answers::send_status(self, session),
             Message::Leave { outcome, text } => {
                 let replica = self.machine.status().replica(session).map(|replica| replica.name.as_str());
                 tracing::info!(event = events::REPLICA_LEFT, replica, ?outcome, %text, "replica left");

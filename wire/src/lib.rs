@@ -13,7 +13,6 @@
 #![forbid(unsafe_code)]
 
 pub mod codec;
-pub mod secret_file;
 pub mod token;
 
 pub use codec::{Malformed, TooLarge, is_printable, printable};

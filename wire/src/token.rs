@@ -1,14 +1,17 @@
 //! The secret that both ends share, the file that holds it, and the proofs of holding it.
 //!
 //! The token keys HMACs and has no other use: it never crosses a wire, and people need not remember it.
+//!
+//! Files with secrets are opened, and read only if no other user could have read or changed them.
 
+use std::fmt;
+use std::fs::{File, Metadata};
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::{fmt, io};
 
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
-
-use crate::secret_file::{self, SecretFileError};
 
 /// A token. Debug output hides it, and it is overwritten when dropped.
 ///
@@ -24,7 +27,7 @@ impl Token {
     /// its content cannot be a token.
     pub fn read_file(path: impl AsRef<Path>) -> Result<Token, TokenError> {
         let path = path.as_ref();
-        let read = secret_file::read(path, READ_BYTES);
+        let read = read(path, READ_BYTES);
         let mut token = Token(read.map_err(|error| TokenError::File { path: path.to_owned(), error })?);
         while token.0.last().is_some_and(|byte| b"\r\n".contains(byte)) {
             token.0.pop();
@@ -156,6 +159,48 @@ pub fn derive(session_key: &[u8; PROOF_BYTES], label: &[u8]) -> [u8; PROOF_BYTES
     proof(session_key, &[LABEL_DERIVE, label])
 }
 
+/// Why the secret in a file cannot be used. The operator has to fix every one of these. The texts do not begin with the
+/// file's name, so that the caller can say what kind of file it is.
+#[derive(Debug, thiserror::Error)]
+pub enum SecretFileError {
+    /// The file does not exist or may not be read.
+    #[error(transparent)]
+    Unreadable(#[from] io::Error),
+    /// The mode of the file lets other users read or change it.
+    #[error("it can be read or changed by others (mode {mode:04o}): chmod 600 {}", path.display())]
+    Exposed {
+        /// The file.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// The file belongs to a user who could replace the secret: neither the user of this process nor root.
+    #[error(
+        "it belongs to the user {owner}, who can change it, and this process runs as {user}: chown {user} {}",
+        path.display()
+    )]
+    Foreign {
+        /// The file.
+        path: PathBuf,
+        /// The user ID of its owner.
+        owner: u32,
+        /// The effective user ID of this process.
+        user: u32,
+    },
+}
+
+/// Reads at most `most` bytes. One byte more than the caller permits shows it that the file is longer.
+///
+/// # Errors
+/// The file cannot be read, another user owns it, or its mode lets other users read or change it.
+pub fn read(path: &Path, most: usize) -> Result<Vec<u8>, SecretFileError> {
+    let file = File::open(path)?;
+    check_access(path, &file.metadata()?, rustix::process::geteuid().as_raw())?;
+    let mut bytes = Vec::with_capacity(most); // allocated at once: growing would leave copies behind
+    file.take(most as u64).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
 fn keyed(secret: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
     let mut hmac = <Hmac<Sha256> as Mac>::new_from_slice(secret).expect("HMAC takes keys of any length");
     parts.iter().for_each(|part| hmac.update(part));
@@ -163,6 +208,28 @@ fn keyed(secret: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
 }
 
 const LABEL_DERIVE: &[u8] = b"remora control: derived key\0";
+
+/// Checks that `user` or root owns the file, that only the owner can write it, and that only the owner and the group
+/// can read it (mode 0640).
+fn check_access(path: &Path, facts: &Metadata, user: u32) -> Result<(), SecretFileError> {
+    let (mode, owner) = (facts.mode() & 0o7777, facts.uid());
+    if !facts.is_file() {
+        return Ok(()); // a pipe (`--token-file <(…)`) or a device: its mode does not say which users read it
+    }
+    if owner != user && owner != ROOT {
+        return Err(SecretFileError::Foreign { path: path.to_owned(), owner, user });
+    }
+    if mode & FORBIDDEN_MODE != 0 {
+        return Err(SecretFileError::Exposed { path: path.to_owned(), mode });
+    }
+    Ok(())
+}
+
+/// The user ID of root, who can read and change every file anyway.
+const ROOT: u32 = 0;
+
+/// Permission bits that are not allowed: read by others, written by others, written by the group.
+const FORBIDDEN_MODE: u32 = 0o026;
 
 #[cfg(test)]
 mod tests {
@@ -274,5 +341,36 @@ mod tests {
             assert!(!keys[..index].contains(one));
         }
         assert_eq!(derive(&key, b"lane"), derive(&key, b"lane"));
+    }
+
+    fn secret_file(name: &str, mode: u32) -> PathBuf {
+        let path = std::env::temp_dir().join(format!("remora-secret-{}-{name}", std::process::id()));
+        std::fs::write(&path, b"0123456789abcdef").unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        path
+    }
+
+    #[test]
+    fn no_more_is_read_than_the_caller_asked_for() {
+        let path = secret_file("length", 0o600);
+        let read = [15, 16, 17].map(|most| super::read(&path, most).unwrap().len());
+        std::fs::remove_file(path).unwrap();
+        assert_eq!(read, [15, 16, 16]);
+        assert_eq!(super::read(Path::new("/dev/zero"), 100).unwrap().len(), 100);
+    }
+
+    #[test]
+    fn a_file_of_another_user_is_refused_with_the_cure() {
+        let path = secret_file("owner", 0o600);
+        let facts = std::fs::metadata(&path).unwrap();
+        let us = facts.uid();
+        check_access(&path, &facts, us).unwrap();
+        let judged = check_access(&path, &facts, us + 1);
+        std::fs::remove_file(&path).unwrap();
+        if us == ROOT {
+            return judged.unwrap(); // root's files are good for every user
+        }
+        let said = judged.unwrap_err().to_string();
+        assert!(said.contains(&format!("chown {} ", us + 1)), "{said}");
     }
 }

@@ -19,7 +19,7 @@ use crate::kit::{
     Directory, LONG, Scene, Source, Stage, at_once, ends, fill, kinds_and_module, number, primary, quick, says,
     steady_writer, strs, syncs, with_or_without, write_past_the_backlog,
 };
-use crate::sync::history::{ANOTHER, foreign, replaced};
+use crate::sync::primary::{ANOTHER, foreign, replaced};
 
 /// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 16;

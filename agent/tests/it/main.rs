@@ -22,19 +22,16 @@ mod sync {
     pub(crate) mod exact;
     mod fast_keys;
     mod handoff;
-    pub(crate) mod history;
     mod input;
     mod many;
     pub(crate) mod module;
-    mod pieces;
-    mod primary;
+    pub(crate) mod primary;
     mod relay;
 }
 
 /// More than one server or source: clusters, Sentinels, changes of roles and families, and what starts agents.
 mod fleet {
     mod cluster;
-    mod cluster_migration;
     mod kubernetes;
     mod migration;
     mod sentinel;
@@ -46,9 +43,8 @@ mod fleet {
 
 /// What protects the data, and who tries to get it.
 mod security {
-    mod certificates;
+    pub(crate) mod certificates;
     mod forging;
-    pub(crate) mod link;
     pub(crate) mod protection;
     mod strangers;
 }
@@ -56,7 +52,6 @@ mod security {
 /// `remora volume`.
 mod volume {
     pub(crate) mod commands;
-    mod volume_attributes;
     mod volume_hosts;
     pub(crate) mod volume_mount;
 }

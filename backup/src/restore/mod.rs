@@ -12,7 +12,6 @@
 //!   their end or to a moment.
 
 mod archived;
-mod bases;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -40,7 +39,7 @@ use remora_process::{blocking, host, progress};
 use remora_redis::aof::{FileKind, Manifest};
 use remora_server::local;
 
-pub use self::bases::Places;
+pub use crate::restore::archived::Places;
 
 /// What a backup holds.
 #[derive(Debug, Serialize)]

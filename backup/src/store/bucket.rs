@@ -34,7 +34,7 @@ use object_store::{
     ClientOptions, MultipartId, ObjectStore, ObjectStoreExt, PutPayload, RetryConfig, StaticCredentialProvider,
 };
 use remora_redis::rdb::crc64;
-use remora_wire::secret_file;
+use remora_wire::token;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
@@ -651,7 +651,7 @@ pub(super) fn read(file: &std::path::Path) -> Result<AwsCredential, Failure> {
     let unusable = |what: &dyn std::fmt::Display| {
         Failure::refused(format!("the credentials in {} cannot be used: {what}", file.display()))
     };
-    let bytes = secret_file::read(file, FILE_BYTES + 1).map_err(|error| unusable(&error))?;
+    let bytes = token::read(file, FILE_BYTES + 1).map_err(|error| unusable(&error))?;
     if bytes.len() > FILE_BYTES {
         return Err(unusable(&"the file is too long"));
     }

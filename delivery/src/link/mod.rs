@@ -442,7 +442,7 @@ pub fn server_config(options: &LinkTls) -> Result<Option<Arc<ServerConfig>>, Fai
         Some(path) => {
             let mut roots = RootCertStore::empty();
             for certificate in certificates(path)? {
-                roots.add(certificate).map_err(|error| unusable(path, &x509::words::of_pair(&error)))?;
+                roots.add(certificate).map_err(|error| unusable(path, &x509::of_pair(&error)))?;
             }
             let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
                 .build()
@@ -452,9 +452,9 @@ pub fn server_config(options: &LinkTls) -> Result<Option<Arc<ServerConfig>>, Fai
     };
     let text = read(key)?;
     let private = PrivateKeyDer::from_pem_slice(&text);
-    let private = private.map_err(|error| unusable(key, &x509::words::of_file(&error, &text, "private key")))?;
+    let private = private.map_err(|error| unusable(key, &x509::of_file(&error, &text, "private key")))?;
     let config = builder.with_single_cert(certificates(cert)?, private);
-    let config = config.map_err(|error| unusable(cert, &x509::words::of_pair(&error)))?;
+    let config = config.map_err(|error| unusable(cert, &x509::of_pair(&error)))?;
     Ok(Some(Arc::new(config)))
 }
 
@@ -462,7 +462,7 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, Failure> {
     let text = read(path)?;
     let read = CertificateDer::pem_slice_iter(&text).collect::<Result<Vec<_>, _>>();
     let read = read.and_then(|read| if read.is_empty() { Err(pem::Error::NoItemsFound) } else { Ok(read) });
-    read.map_err(|error| unusable(path, &x509::words::of_file(&error, &text, "certificate")))
+    read.map_err(|error| unusable(path, &x509::of_file(&error, &text, "certificate")))
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, Failure> {

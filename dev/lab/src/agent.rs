@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::error::{Error, Result};
 use crate::net::Host;
 use crate::process::{self, Process};
 use crate::server::tail_of;
+use crate::{Error, Result};
 
 /// A running `remora`. Dropping it kills it.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use crate::client::{Client, shown_bytes};
-use crate::error::{Error, Result};
+use crate::{Error, Result};
 use remora_redis::resp::Frame;
 
 /// The keys that a digest does not cover, by database and name, and all of them that servers replicate.

@@ -20,10 +20,10 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::agent::Agent;
-use crate::error::{Doing, Error, Result};
 use crate::process::Process;
 use crate::scratch;
 use crate::server::{project_root, wait_until};
+use crate::{Doing, Error, Result};
 
 /// How long it may take to start, or to answer.
 const LIMIT: Duration = Duration::from_secs(60);

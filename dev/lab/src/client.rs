@@ -13,7 +13,7 @@ use std::time::Duration;
 use remora_redis::info::Info;
 use remora_redis::resp::{self, Decoder, Frame, Limits};
 
-use crate::error::{Doing, Error, Result};
+use crate::{Doing, Error, Result};
 
 /// Where a server listens.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::beyond_digest::{self, ask_each, beyond, databases, each_batch};
 use crate::client::{Client, shown_bytes};
-use crate::error::{Error, Result};
 use crate::server::{Server, wait_until};
+use crate::{Error, Result};
 use remora_redis::resp::Frame;
 
 /// The state on which two servers agree.

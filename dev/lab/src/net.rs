@@ -36,9 +36,9 @@ use rustix::thread::{
     CpuSet, LinkNameSpaceType, UnshareFlags, move_into_link_name_space, sched_setaffinity, unshare_unsafe,
 };
 
-use crate::error::{Doing, Error, Result};
 use crate::process::Process;
 use crate::scratch;
+use crate::{Doing, Error, Result};
 
 /// One switch and the hosts connected to it. Removed when the last of them is dropped.
 #[derive(Clone, Debug)]

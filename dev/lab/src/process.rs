@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, WaitId, WaitIdOptions, pidfd_getfd, pidfd_open};
 
-use crate::error::{Doing, Error, Result};
+use crate::{Doing, Error, Result};
 
 /// One child process. It is killed when its owner is dropped, at the latest with the whole test.
 #[derive(Debug)]

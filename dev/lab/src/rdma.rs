@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use crate::error::{Doing, Error, Result};
+use crate::{Doing, Error, Result};
 use crate::{process, scratch};
 
 /// A machine that is ready to boot.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-use crate::error::{Doing, Result};
+use crate::{Doing, Result};
 
 /// A new empty folder, removed when dropped. Its name contains `what`.
 pub fn folder(what: &str) -> Result<TempDir> {

@@ -11,12 +11,12 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 use crate::client::{Address, Client};
-use crate::error::{Doing, Error, Result};
 use crate::net::Host;
 use crate::process::Process;
 use crate::random::Random;
 use crate::scratch;
 use crate::server::{Kind, Server, wait_until};
+use crate::{Doing, Error, Result};
 use remora_redis::resp::Frame;
 
 /// The name of the primary at the Sentinels.

@@ -17,11 +17,11 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 use crate::client::{Address, Client};
-use crate::error::{Doing, Error, Result};
 use crate::net::Host;
 use crate::process::{self, Process};
 use crate::random::Random;
 use crate::scratch;
+use crate::{Doing, Error, Result};
 use remora_redis::commands::{Access, Begin, Find, Key};
 use remora_redis::info::Info;
 use remora_redis::resp::Frame;

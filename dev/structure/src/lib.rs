@@ -23,7 +23,6 @@ mod bounds;
 mod imports;
 mod links;
 mod modules;
-mod pages;
 mod workspace;
 
 use imports::Imports;
@@ -80,7 +79,7 @@ pub fn check(print_ties: bool) -> Result<()> {
     if !broken.is_empty() {
         failures.push(format!("{}:\n{}", count(&broken, "broken link"), broken.join("\n")));
     }
-    let long = pages::check(&workspace.root)?;
+    let long = links::check_pages(&workspace.root)?;
     if !long.is_empty() {
         failures.push(format!("{}:\n{}", count(&long, "long page"), long.join("\n")));
     }

@@ -22,13 +22,11 @@
 //!   being on it (callbacks come only there; it is neither `Send` nor `Sync`), and every other handle is created from
 //!   one, and is neither `Send` nor `Sync` either, as it holds a raw pointer. A fork child has one thread, which is a
 //!   copy of that main thread: the rule holds there too.
-//! - **The names rule.** `functions::server()` holds pointers that the server itself returned for those names; their
+//! - **The names rule.** `key::server()` holds pointers that the server itself returned for those names; their
 //!   signatures are the published ones.
 
-mod callback;
 mod entry;
 mod fast;
-mod functions;
 mod key;
 
 use std::any::Any;
@@ -37,15 +35,13 @@ use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{self, NonNull};
 
-use callback::{command_entry, event_entry, guard, timer_entry};
 use entry::info_entry;
-use functions::{
-    ERR, OK, RawContext, RawCursor, RawEvent, RawFilter, RawFiltered, RawKey, RawServerInfo, RawString, server,
-};
+use entry::{command_entry, event_entry, guard, timer_entry};
+use key::{ERR, OK, RawContext, RawCursor, RawEvent, RawFilter, RawFiltered, RawKey, RawServerInfo, RawString, server};
 use key::{READ, Reply, UNTOUCHED, WRITE};
 use libloading::os::unix::Library;
 
-pub(crate) use callback::{AuxLoad, Command, EventHandler, Io, ListEvents, Timer, register_aux};
+pub(crate) use entry::{AuxLoad, Command, EventHandler, Io, ListEvents, Timer, register_aux};
 pub(crate) use entry::{Flag, InfoSection, Informer, Module, Number};
 pub(crate) use fast::{
     AddError, Adding, BATCH, FastServer, FoundKey, FoundValue, Functions, Scratch, Shape, Step, Steps, Trouble,

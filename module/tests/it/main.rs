@@ -3,7 +3,6 @@
 
 mod capture;
 mod fast;
-mod load;
 mod sweep;
 mod twins;
 

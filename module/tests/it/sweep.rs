@@ -2,13 +2,12 @@
 //! clients write meanwhile; and an agent that leaves leaves nothing behind.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::Duration;
+use std::{fs, thread};
 
 use remora_fabric::{Handover, shm::Place};
 use remora_lab::server::wait_until;
@@ -17,7 +16,7 @@ use remora_lab::{Client, Kind, Random, Server, Workload, fill_every_type, requir
 use remora_protocol::sweep::Frames;
 use remora_redis::resp::Frame;
 
-use crate::load::age_slack;
+use crate::capture::age_slack;
 
 const LONG: Duration = Duration::from_secs(120);
 

@@ -1,7 +1,6 @@
 //! The server with clients that others wrote, and with one that says exactly what a test wants.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
-mod foreign;
 mod usage;
 
 use std::collections::VecDeque;

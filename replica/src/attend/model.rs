@@ -20,8 +20,7 @@ use remora_redis::ReplId;
 use crate::attend::attendance::{Action, Asks, Attendance, End, Event, LinkState, Rules, Why};
 use crate::attend::guide::{ASTRAY_LIMIT, Group};
 use crate::attend::syncs::{Fit, Needs};
-use remora_server::HostPort;
-use remora_server::{Backlog, Facts, Link, ServerUrl};
+use remora_server::{Backlog, Facts, HostPort, Link, ServerUrl};
 use remora_source::parts::plan_of;
 
 /// The faults end then, and the run a while later. In milliseconds of the model, as all times here.

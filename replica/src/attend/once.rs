@@ -20,23 +20,18 @@ use tokio::time::{MissedTickBehavior, interval};
 
 use super::attendance::{Action, Asks, Attendance, DIRECT_LIMIT, End, Event, LinkState, Rules};
 use super::guide::Guide;
-use super::passage::Gate;
-use super::passage::{Arrival, Tls};
-use super::syncs::ask_source;
-use super::syncs::{Looked, Syncs};
+use super::passage::{Arrival, Gate, Tls};
+use super::syncs::{Looked, Syncs, ask_source};
 use super::{Entrance, LOOK_EVERY, STUCK_EVERY, check, no_rules};
 use crate::intercept::{self, Temporary};
 use crate::options::Options;
 use crate::preflight::{self, CUT, REWRITE, refuse_without_a_file};
-use crate::prepared;
-use crate::report;
+use crate::{prepared, report};
 use remora_conversation::tokens::TokenFiles;
 use remora_delivery::link::candidates::Locality;
-use remora_process::blocking;
-use remora_process::exit::{Code, Failure};
-use remora_process::exit::{Patience, RETRY_FOR};
-use remora_process::progress;
+use remora_process::exit::{Code, Failure, Patience, RETRY_FOR};
 use remora_process::signals::Signals;
+use remora_process::{blocking, progress};
 use remora_server::{Client, Facts, Link, RefusalKind, Server, ServerError, Task};
 
 /// What can be found out about a server whose connection is to be intercepted.

@@ -10,13 +10,11 @@ use tokio::time::{MissedTickBehavior, interval};
 use crate::attend::passage::{self, Login};
 use remora_base::pace::Growth;
 use remora_base::units::{Size, counted};
-use remora_process::AbortOnDrop;
-use remora_process::events;
+use remora_process::{AbortOnDrop, events};
 use remora_reader::data_set::Finding;
 use remora_reader::parts::Meter;
-use remora_server::HostPort;
 use remora_server::own_changes::Counted;
-use remora_server::{Client, Facts, Pins, Position, Role, Server, ServerError, Stream};
+use remora_server::{Client, Facts, HostPort, Pins, Position, Role, Server, ServerError, Stream};
 
 // Coverage: asks the primary itself whether it would continue the server.
 //

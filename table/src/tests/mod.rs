@@ -6,7 +6,6 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod compressed;
 mod copy;
 mod examples;
 mod journal_model;

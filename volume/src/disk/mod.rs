@@ -26,7 +26,6 @@
 //!
 //! Assumed of the device: what was synced stays, also if a neighbouring sector is written when the power fails.
 
-pub(crate) mod checkpoint;
 pub(crate) mod journal;
 pub(crate) mod recovery;
 #[cfg(test)]

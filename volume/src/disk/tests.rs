@@ -9,9 +9,8 @@ use std::time::{Duration, Instant};
 use remora_fabric::memory::crc::crc32c;
 use remora_lab::Random;
 
-use super::checkpoint::{Batch, Checkpoint};
 use super::journal::{Journal, SLOT_BYTES, Superblock, Sync, write_superblock};
-use super::recovery::{self, Found};
+use super::recovery::{self, Batch, Checkpoint, Found};
 use super::{Failure, Files, Name};
 use crate::layout::{Entry, Store};
 use crate::rules::{Generation, Holder, Mutant, Standing, State, Version};

@@ -16,9 +16,9 @@ use super::kept::{Kept, SYNC_EVERY, Stores};
 use super::puller::{Borrower, Puller, Pulling, Staging};
 use super::slot::{self, Asked, Done, GROWS, Growing, Larger, Means, NO_WRITER, Slot, millis, no_memory};
 use super::{Budget, Exports, ONLY_LOANS, ONLY_READS, ServerOptions, answer, refuse};
-use crate::disk::checkpoint::{self, Findings};
 use crate::disk::journal::write_superblock;
-use crate::disk::{Failure, Files, Name, recovery};
+use crate::disk::recovery::{self, Findings};
+use crate::disk::{Failure, Files, Name};
 use crate::layout::{Layout, Store};
 use crate::link::{self, AT_WORK, LEAST_ROOM, MOST_ROOM, Rdma, Security};
 use crate::rules::{Copy, Standing, State};
@@ -820,12 +820,12 @@ fn scrub_some(slot: &Slot, is_round: bool) -> bool {
     };
     let (number, files, layout) = (kept.number(), Arc::clone(kept.files()), memory.layout());
     drop(state);
-    let bad = checkpoint::in_extents(&*files, layout, &moved);
+    let bad = recovery::in_extents(&*files, layout, &moved);
     let mut state = slot.lock();
     let Some((kept, memory)) = state.kept_and_memory().filter(|(kept, _)| kept.number() == number) else {
         return false; // it was lost meanwhile
     };
-    let repaired = checkpoint::repair(kept.journal(), memory, &bad, &mut findings);
+    let repaired = recovery::repair(kept.journal(), memory, &bad, &mut findings);
     if !findings.repaired.is_empty() {
         let blocks = &findings.repaired;
         tracing::error!(file = files.path(Name::Extents), ?blocks, "blocks were damaged in a store, and are repaired");

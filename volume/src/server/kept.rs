@@ -8,9 +8,8 @@ use std::time::{Duration, Instant};
 
 use remora_messenger::Connection;
 
-use crate::disk::checkpoint::{Batch, Checkpoint};
 use crate::disk::journal::{Journal, Superblock, Sync, write_superblock};
-use crate::disk::recovery::{self, Found, Growth, Root};
+use crate::disk::recovery::{self, Batch, Checkpoint, Found, Growth, Root};
 use crate::disk::{Failure, Folder, Name};
 use crate::layout::{Entry, Layout, Store};
 use crate::rules::{Holder, Standing, Tail, Version};

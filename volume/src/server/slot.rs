@@ -12,9 +12,8 @@ use remora_messenger::{Connection, Pool};
 
 use super::kept::{Kept, Scrubbing, Stores, Waiter};
 use super::{Budget, Exports, Grant, refuse};
-use crate::disk::checkpoint::{self, Batch, Checkpoint, Findings};
 use crate::disk::journal::{Superblock, Sync};
-use crate::disk::recovery::Growth;
+use crate::disk::recovery::{self, Batch, Checkpoint, Findings, Growth};
 use crate::disk::{Failure, Folder};
 use crate::layout::{Damaged, Entry, Layout, Need, Store, sums};
 use crate::rules::{Copy, Holder, Refusal, Standing, Version};
@@ -785,7 +784,7 @@ impl State {
         let (Some(store), kept) = (&self.store, &mut self.kept) else { return Vec::new() };
         let journal = kept.as_mut().map(Kept::journal);
         let is_moved = |block| journal.as_ref().is_some_and(|journal| journal.is_moved(block));
-        let moved = checkpoint::in_memory(is_moved, store, piece, findings);
+        let moved = recovery::in_memory(is_moved, store, piece, findings);
         if !findings.damaged.is_empty() {
             self.found_damaged(&findings.damaged);
         }

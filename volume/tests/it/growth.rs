@@ -11,9 +11,9 @@ use remora_volume::server::{Server, ServerOptions};
 use remora_volume::shape::{BLOCK_BYTES, Copies, Shape};
 use remora_volume::wire::{Call, Findings, Reply};
 
-use crate::calls::Hand;
 use crate::cluster::{Checker, Cluster, Remotes, content, options, server_options, until, write_for};
 use crate::processes::Small;
+use crate::usage::Hand;
 
 fn of(shape: Shape, blocks: u64) -> Shape {
     Shape::new(shape.volume(), blocks, shape.copies()).unwrap()

@@ -20,11 +20,11 @@ use remora_volume::writer::End;
 use remora_wire::derive;
 use rustix::process::Signal;
 
-use crate::calls::{Hand, SUM_OF_ZEROS, calls_of, calls_of_server, holder};
 use crate::cluster::{
     Checker, Cluster, Remotes, all_are_whole, content, far_options, number_of, options, security, server_options,
     until, write_for,
 };
+use crate::usage::{Hand, SUM_OF_ZEROS, calls_of, calls_of_server, holder};
 
 /// Longer than any test should take.
 const LONG: Duration = Duration::from_secs(60);

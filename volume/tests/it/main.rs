@@ -1,7 +1,6 @@
 //! Servers and clients with real messengers: in one process, and as processes that are killed and stopped.
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
-mod calls;
 mod cluster;
 mod growth;
 mod looks;

@@ -372,7 +372,8 @@ impl Plain {
 }
 
 /// Clients beside each other, each with bytes of its own that begin and end within blocks: what one writes, zeroes and
-/// discards there undoes nothing of its neighbours, and is what a plain array of bytes has, through the loss of a server.
+/// discards there undoes nothing of its neighbours, and is what a plain array of bytes has, through the loss of a
+/// server.
 #[test]
 fn clients_that_send_parts_of_blocks_find_what_an_array_of_bytes_has() {
     const CLIENTS: usize = 4;

@@ -585,12 +585,14 @@ async fn serve(listener: TcpListener, service: Arc<S3Service>, held: Arc<Held>) 
     }
 }
 
-// `remora source --base`: a snapshot from what is stored, in the order of bases, and a fork of the server last or never.
+// `remora source --base`: a snapshot from what is stored, in the order of bases, and a fork of the server last or
+// never.
 
 /// Random data in the primary, in MiB.
 const MEBIBYTES: usize = 4;
 
-/// A primary with data of every type, and a replica that follows it: its files say where in the history they were taken.
+/// A primary with data of every type, and a replica that follows it: its files say where in the history they were
+/// taken.
 fn two(kind: Kind) -> (Server, Server) {
     let server = primary(kind).start().unwrap();
     fill(&server, MEBIBYTES, 1);
@@ -683,7 +685,11 @@ fn a_server_that_must_not_fork_does_not_while_no_base_serves_and_a_newer_file_en
         source.agent.wait_for_line("no snapshot without a fork (--no-fork)", LONG).unwrap();
         let told = base(&source, "none");
         says(told["passed_over"].as_str().unwrap(), &[&place, "backlog", "--no-fork"]);
-        says(&source.drawn_status(), &["base       none, replicas that join wait"]);
+        wait_until("status to say so", LONG, || {
+            let status = source.drawn_status();
+            Ok(status.contains("base       none, replicas that join wait").then_some(()).ok_or(status))
+        })
+        .unwrap();
         assert_eq!(cost(&server), before, "{kind}: it waits");
         assert_eq!(late.client().unwrap().int(&["DBSIZE"]).unwrap(), 0);
         // The replica has followed all the time: what it saves now reaches to the present.

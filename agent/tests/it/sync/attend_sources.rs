@@ -13,7 +13,7 @@ use crate::kit::{
     write_past_the_backlog,
 };
 use crate::sync::attend::{PORT, SERVER_USER, Scene, handed_over, in_step};
-use crate::sync::history::ANOTHER;
+use crate::sync::primary::ANOTHER;
 
 /// The user and the port of a second attended server.
 const SECOND_USER: u32 = SERVER_USER - 1;

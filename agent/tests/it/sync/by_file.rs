@@ -13,7 +13,7 @@ use crate::kit::{
     LONG, Source, Stage, at_once, ends, fill, fill_cluster, fill_keys, follows, number, primary, quick, says,
     start_cluster, steady_writer, succeeds, syncs, write_past_the_backlog,
 };
-use crate::sync::history::{ANOTHER, foreign, has_foreign_data, replaced};
+use crate::sync::primary::{ANOTHER, foreign, has_foreign_data, replaced};
 use remora_fabric::verbs::DISABLE;
 use remora_lab::server::{Builder, wait_until};
 use remora_lab::workload::fill_every_type;

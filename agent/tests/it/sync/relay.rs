@@ -1,5 +1,5 @@
-//! Relay: replicas feed each other. The bytes leave the source about once, even if a relay ends, sends wrong data, or is
-//! behind a slow cable.
+//! Relay: replicas feed each other. The bytes leave the source about once, even if a relay ends, sends wrong data, or
+//! is behind a slow cable.
 
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,7 +17,7 @@ use tokio::runtime::Runtime;
 use crate::kit::{
     LONG, Source, Stage, at_once, ends, fill, load, load_slowly, number, primary, quick, succeeds, syncs,
 };
-use crate::security::link::link_of;
+use crate::security::certificates::link_of;
 use crate::sync::attend::{PORT, SERVER_USER, handed_over};
 use remora_agent::conversation::{self, Connection, Endpoint, Mode, Options, Security, Token, derive};
 use remora_fabric::tcp::{LANE_MAGIC, TcpConnector, TcpExporter, TcpOptions};
@@ -61,8 +61,8 @@ fn assert_once(source: &Source, before: u64) {
     assert_once_beside(source, before, 0);
 }
 
-/// As [`assert_once`], where replicas have read at most so many bytes of the stream from the source: on a busy machine a
-/// sync takes longer, and more is written meanwhile.
+/// As [`assert_once`], where replicas have read at most so many bytes of the stream from the source: on a busy machine
+/// a sync takes longer, and more is written meanwhile.
 #[track_caller]
 fn assert_once_beside(source: &Source, before: u64, stream: u64) {
     let (sent, set) = (served(source) - before, snapshot_bytes(source));

@@ -20,9 +20,9 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::client::{Address, Client, shown_bytes};
-use crate::error::{Error, Result};
 use crate::random::{self, Random};
 use crate::server::{Server, wait_until};
+use crate::{Error, Result};
 use remora_redis::resp::Frame;
 
 /// How a writer writes.

@@ -11,8 +11,8 @@ use std::ptr::{self, NonNull};
 use libloading::os::unix::Library;
 
 use super::super::Context;
-use super::super::callback::guard;
 use crate::fast::layout::Family;
+use crate::ffi::entry::guard;
 
 /// Where the program has its functions.
 pub(crate) enum Functions {

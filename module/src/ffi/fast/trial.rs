@@ -10,11 +10,11 @@ use remora_redis::rdb::{Collection, Usage, Value};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Resource, Rlimit, Signal, WaitOptions, kill_process, setrlimit, waitpid};
 
-use super::super::callback::guard;
 use super::head;
 use super::walk::{BUCKET_BYTES, bucket_of, candidates, encoding, kind, sds_bytes, text_of};
 use super::{FastServer, HASH_SHIFT, Object, Own, SavedType};
 use crate::ffi::Context;
+use crate::ffi::entry::guard;
 
 /// Signals that end a child that has gone wrong. The server's handlers would write a crash report into its log.
 const FAULTS: [c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGABRT];

@@ -6,18 +6,14 @@ use tokio::time::Instant;
 
 use super::{Before, Keeper, is_copying};
 use crate::control::{Expected, NotOurs};
-use crate::exact;
 use crate::machine::{Followed, Lapse, Leaving, Left};
 use crate::options::OnFailure;
-use crate::preflight;
+use crate::{exact, preflight};
 use remora_base::units::counted;
-use remora_process::events;
 use remora_process::exit::{Code, Failure};
-use remora_process::progress;
+use remora_process::{events, progress};
 use remora_reader::parts::Meter;
-use remora_server::sentinel;
-use remora_server::{Facts, ServerError};
-use remora_server::{SETTLE_LIMIT, SETTLE_POLL};
+use remora_server::{Facts, SETTLE_LIMIT, SETTLE_POLL, ServerError, sentinel};
 
 /// How a server came to follow the primary.
 enum Arrived {
