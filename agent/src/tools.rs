@@ -230,8 +230,10 @@ mod tests {
 
     #[test]
     fn a_folder_that_does_not_exist_is_named() {
-        let failure = write(Path::new("/nonexistent/token"), "new").unwrap_err();
-        assert!(failure.message.contains("/nonexistent/token"), "{failure}");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("missing/token");
+        let failure = write(&path, "new").unwrap_err();
+        assert!(failure.message.contains(&path.display().to_string()), "{failure}");
     }
 
     #[test]

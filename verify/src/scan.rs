@@ -4,7 +4,7 @@
 //! server's output buffer holds more at once. Values too large for a group are never read whole: [`look`] reads them in
 //! pieces.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::mem;
 
 use remora_redis::resp::Frame;
@@ -330,7 +330,14 @@ const START: &[u8] = b"0";
 //
 // If the replica had executed everything up to `before` when `held` was read, and the key did not change on the
 // primary from then on, the replica had to hold that value. If that is unknown (two servers that do not replicate),
-// the same must be found in every round.
+// the key must look different in every round.
+//
+// That `before` and `after` are the same does not say that the key stood still: it may have been written, read at the
+// replica, and removed. If the primary's offset says that nothing was written, it stood still. Otherwise two rounds in
+// a row must find the same difference.
+
+/// What the last round found of the keys that are open: at the primary, and at the replica.
+type Found = BTreeMap<Suspect, (Look, Look)>;
 
 /// A key that looked different.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -357,12 +364,15 @@ pub(super) async fn settle(
     // Sorted by database, and without keys that a scan returned twice.
     let mut open: BTreeSet<Suspect> = suspects.into_iter().collect();
     let rounds = if report.differences() > MANY { 1 } else { rounds };
+    let mut earlier = Found::new();
     for round in 1..=rounds {
-        let mut undecided = BTreeSet::new();
+        let mut found = Found::new();
         for few in some_at_once(open) {
-            undecided.extend(look_again(pair, few, round == rounds, report).await?);
+            let earlier = (rounds > 1).then_some(&earlier);
+            found.append(&mut look_again(pair, few, earlier, round == rounds, report).await?);
         }
-        open = undecided;
+        open = found.keys().cloned().collect();
+        earlier = found;
     }
     report.undecided += open.len() as u64;
     Ok(())
@@ -384,15 +394,17 @@ fn some_at_once(suspects: BTreeSet<Suspect>) -> Vec<Vec<Suspect>> {
     pieces
 }
 
-/// One round for a few keys of one database. Returns those that are still undecided.
+/// One round for a few keys of one database. Returns those that are still undecided, and what it found of them.
+/// `earlier`: what the round before found. `None`: this is the only one.
 async fn look_again(
     pair: &mut Pair,
     suspects: Vec<Suspect>,
+    earlier: Option<&Found>,
     last_round: bool,
     report: &mut Report,
-) -> Result<Vec<Suspect>, ServerError> {
+) -> Result<Found, ServerError> {
     let Some(database) = suspects.first().map(|suspect| suspect.database) else {
-        return Ok(suspects);
+        return Ok(Found::new());
     };
     pair.select(database).await?;
     let abilities = pair.abilities;
@@ -403,22 +415,32 @@ async fn look_again(
         }
         Ok(looks)
     };
+    let began = pair.primary.offset().await?;
     let before = looks(&mut pair.primary).await?;
     let caught_up = pair.catch_up().await?;
     let held = looks(&mut pair.replica).await?;
     let after = looks(&mut pair.primary).await?;
-    let certain = caught_up == CaughtUp::Yes || last_round;
-    let mut open = Vec::new();
+    let ended = pair.primary.offset().await?;
+    let (had_all, stood_still) = (caught_up == CaughtUp::Yes || last_round, began.is_some() && began == ended);
+    let mut open = Found::new();
     for (((suspect, before), held), after) in suspects.into_iter().zip(before).zip(held).zip(after) {
-        match verdict(&before, &held, &after, certain) {
+        let is_proven = stood_still || earlier.is_none_or(|found| is_again(found.get(&suspect), &before, &held));
+        match verdict(&before, &held, &after, had_all && is_proven) {
             Verdict::Same => {}
             Verdict::Different(kind) => {
                 report.add(Difference::new(suspect.database, &suspect.key, kind, &before, &held))
             }
-            Verdict::Open => open.push(suspect),
+            Verdict::Open => {
+                open.insert(suspect, (before, held));
+            }
         }
     }
     Ok(open)
+}
+
+/// Whether the round before found the same.
+fn is_again(earlier: Option<&(Look, Look)>, before: &Look, held: &Look) -> bool {
+    earlier.is_some_and(|(then, held_then)| then.agrees(before) && held_then.agrees(held))
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -504,6 +526,17 @@ mod tests {
         let [one, two, three] = [1, 2, 3].map(|content| present("string", content, Expiry::Never));
         assert_eq!(verdict(&one, &two, &three, true), Verdict::Open);
         assert_eq!(verdict(&one, &Look::Changing, &one, true), Verdict::Open);
+    }
+
+    #[test]
+    fn what_was_written_and_removed_between_two_looks_is_no_difference_that_was_found_again() {
+        let [one, other] = [7, 8].map(|at| present("string", 1, Expiry::At(at)));
+        let found = |held: &Look| Some((Look::Absent, held.clone()));
+        assert!(!is_again(None, &Look::Absent, &one), "the first round");
+        assert!(!is_again(found(&other).as_ref(), &Look::Absent, &one), "it was written twice");
+        assert!(!is_again(found(&one).as_ref(), &other, &one), "the primary has another now");
+        assert!(is_again(found(&one).as_ref(), &Look::Absent, &one));
+        assert_eq!(verdict(&Look::Absent, &one, &Look::Absent, false), Verdict::Open);
     }
 
     #[test]

@@ -31,6 +31,11 @@ pub fn options() -> ClientOptions {
     ClientOptions { security: security(), copy_limit: Duration::from_secs(2), ..ClientOptions::default() }
 }
 
+/// Of a command that makes a volume: nothing is tested yet, so it waits as long as users' do.
+fn patient() -> ClientOptions {
+    ClientOptions { security: security(), ..ClientOptions::default() }
+}
+
 pub fn server_options() -> ServerOptions {
     ServerOptions { security: security(), ..ServerOptions::default() }
 }
@@ -70,7 +75,7 @@ impl Cluster {
         let anywhere = format!("tcp:{}:0", own_loopback()).parse().unwrap();
         let servers: Vec<_> = (0..number).map(|_| Server::start(&anywhere, server_options).unwrap()).collect();
         let addresses: Vec<_> = servers.iter().map(|server| server.address().clone()).collect();
-        Volume::create(shape, &addresses, &options()).unwrap();
+        Volume::create(shape, &addresses, &patient()).unwrap();
         Cluster { shape, servers: servers.into_iter().map(Some).collect(), addresses }
     }
 
@@ -206,7 +211,7 @@ impl Remotes {
             let server = Remote::start(&format!("tcp:{ip}:0"), is_far, remotes.store(number).as_deref(), host);
             remotes.servers.push(server);
         }
-        let create = || Volume::create(shape, &remotes.addresses(), &options()).unwrap();
+        let create = || Volume::create(shape, &remotes.addresses(), &patient()).unwrap();
         remotes.hosts.first().map_or_else(create, |host| host.within(create).unwrap());
         remotes
     }

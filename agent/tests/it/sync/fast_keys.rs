@@ -364,7 +364,7 @@ fn a_layout_of_what_is_no_server_or_of_an_unknown_version_is_refused_with_the_re
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is kept");
     };
     refused(&["--program", "/bin/false"], 8, "/bin/false does not run as a server");
-    refused(&["--program", "/nonexistent"], 8, "No such file");
+    refused(&["--program", "/proc/no-such-program"], 8, "No such file");
     refused(&["--pid", "4194305"], 8, "the program of process 4194305 cannot be found");
     refused(&[], 2, "--program");
     // In a folder that others can write.
