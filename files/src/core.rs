@@ -134,7 +134,7 @@ impl Core {
             state: Mutex::new(State { names, files: HashMap::new(), starved: Vec::new(), refused: Refused::default() }),
             outgoing: Outgoing::new(disk, &visits),
             ahead: Ahead::new(ahead, &failure),
-            gate: Gate::new(MOST_BYTES + ahead),
+            gate: Gate::new(Ahead::room(ahead).saturating_add(MOST_BYTES)),
             failure,
             began: Instant::now(),
             visits,
@@ -553,10 +553,7 @@ impl Core {
 
     fn plan_allocation(&self, state: &mut State, ino: u64, clusters: std::ops::Range<u64>, size: u64) -> Plan {
         let new = state.names.allocate(ino, clusters)?;
-        let (now_size, _) = state.names.file(ino, 0..0)?;
-        if size > now_size {
-            state.names.written(ino, size, now())?;
-        }
+        state.names.written(ino, size, now())?;
         self.clear(uncovered(state.names.head().geometry, &new, &(0..0)));
         Ok((ToWrite::default(), state.files.get(&ino).and_then(|live| live.last.clone())))
     }

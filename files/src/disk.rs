@@ -274,7 +274,18 @@ pub(crate) struct Early {
     bytes: usize,
 }
 
+/// Changes that may be answered and not acknowledged, however short they are: those of 4 KiB of a window of 4 MiB, far
+/// more than a network has under way. Each takes room at the gate. One more waits for its answer, and its process does
+/// not ask for anything else meanwhile: so there is room for others, and no thread waits at the gate that the kernel's
+/// questions come by.
+pub(crate) const MOST_EARLY: u64 = 1024;
+
 impl Ahead {
+    /// Room at the gate that is kept for changes which are answered early, of `limit` bytes.
+    pub(crate) fn room(limit: usize) -> usize {
+        if limit == 0 { 0 } else { limit.saturating_add(MOST_EARLY as usize * CHANGE_BYTES) }
+    }
+
     pub(crate) fn new(limit: usize, failure: &Arc<OnceLock<client::Error>>) -> Arc<Ahead> {
         Arc::new(Ahead { limit, window: Mutex::default(), failure: Arc::clone(failure) })
     }
@@ -282,7 +293,7 @@ impl Ahead {
     /// `None`: the caller of a change of this length must wait.
     pub(crate) fn enter(self: &Arc<Ahead>, bytes: usize) -> Option<Early> {
         let mut window = self.window();
-        if window.bytes + bytes > self.limit {
+        if window.bytes + bytes > self.limit || window.given - window.over >= MOST_EARLY {
             return None;
         }
         window.bytes += bytes;

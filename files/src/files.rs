@@ -436,9 +436,17 @@ impl Files {
         self.core.ahead.wait(Box::new(done));
     }
 
-    /// No process has this file open any more: what was refused of it is forgotten.
+    /// No process has this file open any more: what was refused of it is forgotten, and times that are only in memory
+    /// are written. Nothing waits for that.
     pub fn closed(&self, ino: u64) {
-        self.core.state().refused.forget(ino);
+        let mut state = self.core.state();
+        state.refused.forget(ino);
+        let is_unsettled = state.names.is_unsettled(ino);
+        drop(state);
+        if is_unsettled {
+            let caller = self.core.caller(CHANGE_BYTES, |_| {});
+            self.core.change_later(caller, |names| names.settle(ino));
+        }
     }
 
     /// From now on no call waits for the disk, and every call fails. For an end that cannot wait for a volume which

@@ -36,6 +36,7 @@ impl Default for MountOptions {
 
 /// A mount of this process.
 pub(crate) struct Mounted {
+    /// Where it was mounted. It may have been moved since, or a folder above it been renamed.
     directory: PathBuf,
     line: Line,
     /// `None` if this kernel or container does not show it.
@@ -81,16 +82,27 @@ impl Mounted {
         }
     }
 
-    /// Where it is.
+    /// Where it was mounted.
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// Whether it is still there, and on top of others that are mounted at the same place.
+    /// Whether it is still in the tree, and on top of others that are mounted at the same place.
     pub(crate) fn is_there(&self) -> bool {
+        self.place().is_some()
+    }
+
+    /// Where it is now. `None`: it is gone, or another one hides it.
+    pub(crate) fn place(&self) -> Option<PathBuf> {
         // The next mount may get the numbers of one that is gone.
         let is_known = self.control.as_ref().is_none_or(|control| control.under_way().is_some());
-        is_known && Line::of(&self.directory).is_ok_and(|line| line.as_ref() == Some(&self.line))
+        if !is_known {
+            return None;
+        }
+        let all = Line::all().ok()?;
+        let place = all.iter().find(|(_, line)| *line == self.line).map(|(place, _)| place)?;
+        let top = all.iter().rfind(|(at, _)| at == place).map(|(_, line)| line);
+        (top == Some(&self.line)).then(|| place.clone())
     }
 
     /// Unmounts, if no process uses it.
@@ -104,10 +116,8 @@ impl Mounted {
     }
 
     fn unmount_with(&self, flags: UnmountFlags) -> io::Result<()> {
-        if !self.is_there() {
-            return Ok(());
-        }
-        Ok(rustix::mount::unmount(&self.directory, flags)?)
+        let Some(place) = self.place() else { return Ok(()) };
+        Ok(rustix::mount::unmount(&place, flags)?)
     }
 
     /// Whether requests are under way, as far as the kernel shows it.
@@ -269,9 +279,13 @@ struct Line {
 impl Line {
     /// Of the last mount at a place.
     fn of(place: &Path) -> io::Result<Option<Line>> {
+        Ok(Line::all()?.into_iter().rfind(|(at, _)| at == place).map(|(_, line)| line))
+    }
+
+    /// Of all mounts, each with its place.
+    fn all() -> io::Result<Vec<(PathBuf, Line)>> {
         let all = std::fs::read("/proc/self/mountinfo")?;
-        let lines = all.split(|byte| *byte == b'\n').filter_map(Line::parse);
-        Ok(lines.filter(|(at, _)| at == place).map(|(_, line)| line).next_back())
+        Ok(all.split(|byte| *byte == b'\n').filter_map(Line::parse).collect())
     }
 
     /// `36 35 0:98 / /mnt rw,nosuid shared:1 - fuse.remora source rw`

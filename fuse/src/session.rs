@@ -434,7 +434,10 @@ impl Session {
             return Err("the connection was aborted before".into());
         }
         let mut command = Command::new("sync");
-        command.arg("--file-system").arg(self.shared.mounted.directory());
+        let Some(place) = self.shared.mounted.place() else {
+            return Err("it is not in the tree any more, or another mount hides it".into());
+        };
+        command.arg("--file-system").arg(place);
         let process = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let mut process = process.map_err(|error| format!("the program `sync` does not start: {error}"))?;
         let until = Instant::now() + WRITE_BACK_LIMIT;

@@ -7,7 +7,7 @@ use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -280,14 +280,24 @@ const AFTER_AN_ERROR: Duration = Duration::from_millis(20);
 
 /// A listening socket. The file of a unix socket is removed with it.
 enum Listener {
-    Unix(OwnedFd, Address),
+    Unix { socket: OwnedFd, address: Address, file: FileId },
     Tcp(TcpListener),
+}
+
+/// Device and number of a file: which one a path stands for.
+type FileId = (u64, u64);
+
+fn file_id(path: &Path) -> io::Result<FileId> {
+    fs::symlink_metadata(path).map(|file| (file.dev(), file.ino()))
 }
 
 impl Listener {
     fn bind(address: &Address) -> io::Result<Listener> {
         match address {
-            Address::Unix(path) => Ok(Listener::Unix(unix(path)?, address.clone())),
+            Address::Unix(path) => {
+                let (socket, file) = unix(path)?;
+                Ok(Listener::Unix { socket, address: address.clone(), file })
+            }
             Address::Tcp(address) => {
                 let listener = TcpListener::bind(address)?;
                 listener.set_nonblocking(true)?;
@@ -298,7 +308,7 @@ impl Listener {
 
     fn address(&self) -> io::Result<Address> {
         match self {
-            Listener::Unix(_, address) => Ok(address.clone()),
+            Listener::Unix { address, .. } => Ok(address.clone()),
             Listener::Tcp(listener) => listener.local_addr().map(Address::Tcp),
         }
     }
@@ -306,7 +316,7 @@ impl Listener {
     /// The next connection, and its peer. Waits for it, or for the waker: `None`.
     fn accept(&self, waker: &Waker) -> io::Result<Option<(OwnedFd, String)>> {
         let socket = match self {
-            Listener::Unix(socket, _) => socket.as_fd(),
+            Listener::Unix { socket, .. } => socket.as_fd(),
             Listener::Tcp(listener) => listener.as_fd(),
         };
         let mut both = [PollFd::new(&socket, PollFlags::IN), PollFd::new(&waker.wakes, PollFlags::IN)];
@@ -315,7 +325,7 @@ impl Listener {
             other => other?,
         };
         match self {
-            Listener::Unix(socket, address) => match rustix::net::accept_with(socket, SocketFlags::CLOEXEC) {
+            Listener::Unix { socket, address, .. } => match rustix::net::accept_with(socket, SocketFlags::CLOEXEC) {
                 Ok(accepted) => Ok(Some((accepted, address.to_string()))),
                 Err(error) => none_yet(error.into()),
             },
@@ -334,7 +344,10 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Listener::Unix(_, Address::Unix(path)) = self {
+        // Another process may listen at the path by now, after somebody has removed this one's file.
+        if let Listener::Unix { address: Address::Unix(path), file, .. } = self
+            && file_id(path).is_ok_and(|there| there == *file)
+        {
             let _ = fs::remove_file(path); // it may be gone already
         }
     }
@@ -349,7 +362,7 @@ fn none_yet<T>(error: io::Error) -> io::Result<Option<T>> {
 }
 
 /// Binds, and only then listens: no client connects before the file has its mode.
-fn unix(path: &Path) -> io::Result<OwnedFd> {
+fn unix(path: &Path) -> io::Result<(OwnedFd, FileId)> {
     if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.exists()) {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     }
@@ -358,6 +371,10 @@ fn unix(path: &Path) -> io::Result<OwnedFd> {
     let new = || rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
     let socket = new()?;
     match rustix::net::bind(&socket, &address) {
+        // The system refuses connections to files that are no sockets, too. Such a file is somebody's data.
+        Err(Errno::ADDRINUSE) if !fs::symlink_metadata(path)?.file_type().is_socket() => {
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "a file that is not a socket has this name"));
+        }
         // No process listens at this file: its owner could not remove it.
         Err(Errno::ADDRINUSE) if rustix::net::connect(&new()?, &address) == Err(Errno::CONNREFUSED) => {
             fs::remove_file(path)?;
@@ -366,11 +383,13 @@ fn unix(path: &Path) -> io::Result<OwnedFd> {
         other => other?,
     }
     let listens = fs::set_permissions(path, Permissions::from_mode(0o600));
-    if let Err(error) = listens.and_then(|()| Ok(rustix::net::listen(&socket, BACKLOG)?)) {
-        let _ = fs::remove_file(path); // the file of this bind
-        return Err(error);
+    match listens.and_then(|()| Ok(rustix::net::listen(&socket, BACKLOG)?)).and_then(|()| file_id(path)) {
+        Ok(file) => Ok((socket, file)),
+        Err(error) => {
+            let _ = fs::remove_file(path); // the file of this bind
+            Err(error)
+        }
     }
-    Ok(socket)
 }
 
 /// Ends the wait of [`Listener::accept`].

@@ -57,7 +57,7 @@ pub enum End {
         by: Generation,
     },
     /// Too few servers answered that remember the volume.
-    #[error("{found} servers that hold the volume answered, and {needed} are needed")]
+    #[error("{found} of the servers that hold the volume answered, and {needed} are needed")]
     TooFew {
         /// Servers that answered and remember.
         found: usize,

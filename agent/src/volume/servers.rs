@@ -619,7 +619,8 @@ pub(super) fn failure(name: &str, error: &Error) -> Failure {
     let (code, cure) = match error {
         Error::Ended(End::Fenced { .. }) => (Code::Replaced, ""),
         Error::InUse { .. } => (Code::InUse, "; --take-over replaces it at once"),
-        Error::Ended(End::TooFew { .. }) => (Code::Volume, TOO_FEW),
+        Error::NotOpened { end: End::Fenced { .. }, .. } => (Code::Replaced, ""),
+        Error::NotOpened { end: End::TooFew { .. }, .. } => (Code::Volume, TOO_FEW),
         _ => (Code::Volume, ""),
     };
     Failure::new(code, format!("the volume {name}: {error}{cure}"))

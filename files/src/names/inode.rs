@@ -256,6 +256,19 @@ pub(crate) fn list_of<'a>(names: impl Iterator<Item = &'a [u8]>, with_trusted: b
     shown.flat_map(|name| name.iter().copied().chain([0])).collect()
 }
 
+pub(super) const SET_GROUP_ID: u16 = 0o2000;
+
+const SET_USER_ID: u16 = 0o4000;
+
+/// Permissions of a file that was changed by one who may not leave its set-id bits. Without execution by the group, the
+/// bit for the group means something else.
+pub(super) fn without_set_id(mode: u16) -> u16 {
+    let group = if mode & GROUP_EXECUTES != 0 { SET_GROUP_ID } else { 0 };
+    mode & !(SET_USER_ID | group)
+}
+
+const GROUP_EXECUTES: u16 = 0o010;
+
 /// What an extended attribute is for, as the beginning of its name says it.
 pub(super) enum Namespace {
     /// Checked by the kernel alone.

@@ -806,7 +806,9 @@ fn extended_attributes_are_there_or_not_as_they_are_asked_for() {
     assert_eq!(world.names.xattrs(ino).unwrap().collect::<Vec<_>>(), [&b"user.a"[..], b"user.b"]);
     assert_eq!(world.change(|names, now| names.remove_xattr(ino, b"user.c", now)), Err(NamesError::NoXattr));
     world.change(|names, now| names.remove_xattr(ino, b"user.b", now)).unwrap();
-    assert_eq!(world.names.xattr(ino, b"user.b"), Err(NamesError::NoXattr));
+    let asked = |name| world.names.xattr(ino, name).map(|_| ());
+    assert_eq!(asked(b"user.b"), Err(NamesError::NoXattr));
+    assert_eq!((asked(b"other"), asked(b"user.")), (Err(NamesError::XattrNamespace), Err(NamesError::Invalid)));
     // They take room for names, and give it back.
     let geometry = small();
     let mut world = World::new(geometry);
@@ -857,6 +859,10 @@ fn access_control_lists_and_permission_bits_follow_each_other() {
     set(&mut world, file, ACCESS, &list(&[(1, 7), (4, 5), (0x20, 1)])).unwrap();
     assert_eq!((mode(&world, file), value(&world, file, ACCESS)), (0o751, Err(NamesError::NoXattr)));
     assert_eq!(set(&mut world, file, ACCESS, b"rubbish"), Err(NamesError::Invalid));
+    for name in [ACCESS, DEFAULT] {
+        let removed = world.change(|names, now| names.remove_xattr(file, name, now));
+        assert_eq!(removed, Ok(()), "one that is not there");
+    }
     assert_eq!(set(&mut world, file, DEFAULT, &long), Err(NamesError::DefaultAcl));
     // A caller without the right to it loses the set-group-id bit.
     world.change(|names, now| names.set(file, chmod(0o2755), now)).unwrap();

@@ -10,7 +10,7 @@ use remora_volume::shape::BLOCK_BYTES;
 use super::clusters::{Clusters, Run, Runs, Space};
 use super::inode::{
     self, Acl, Attr, Attributes, Body, CAPABILITIES, Inode, Kind, MOST_LINKS, MOST_TARGET_BYTES, MOST_XATTR_BYTES,
-    Namespace, Xattrs, is_xattr_name,
+    Namespace, SET_GROUP_ID, Xattrs, is_xattr_name, without_set_id,
 };
 use super::layout::{Area, CLUSTER_BYTES, Geometry, Head};
 use super::log::{
@@ -219,6 +219,11 @@ impl Names {
         }
         let attributes = self.tree.inode_of(ino)?.attributes;
         self.record(Record::Set { ino, attributes })
+    }
+
+    /// Whether [`Names::settle`] has something to write of this file.
+    pub fn is_unsettled(&self, ino: u64) -> bool {
+        self.touched.contains(&ino)
     }
 
     /// The next file that [`Names::settle`] is for.
@@ -635,6 +640,7 @@ impl Names {
     /// # Errors
     /// [`NamesError`].
     pub fn xattr(&self, ino: u64, name: &[u8]) -> Result<&[u8], NamesError> {
+        namespace(name)?;
         self.tree().inode_of(ino)?.xattr(name).ok_or(NamesError::NoXattr)
     }
 
@@ -701,8 +707,14 @@ impl Names {
     /// # Errors
     /// [`NamesError`].
     pub fn remove_xattr(&mut self, ino: u64, name: &[u8], now: i64) -> Result<(), NamesError> {
-        namespace(name)?;
-        self.xattr(ino, name)?;
+        let namespace = namespace(name)?;
+        match self.xattr(ino, name) {
+            // An ACL says no more than the permission bits then, as is wanted.
+            Err(NamesError::NoXattr) if matches!(namespace, Namespace::AccessAcl | Namespace::DefaultAcl) => {
+                return Ok(());
+            }
+            found => _ = found?,
+        }
         let attributes = Attributes { changed: now, ..self.tree().inode_of(ino)?.attributes };
         self.record(Record::NoXattr { ino, name: name.into() })?;
         self.record(Record::Set { ino, attributes })
@@ -1137,6 +1149,7 @@ impl View {
     /// # Errors
     /// [`NamesError`].
     pub fn xattr(&self, ino: u64, name: &[u8]) -> Result<&[u8], NamesError> {
+        namespace(name)?;
         self.inode_or_removed(ino)?.xattr(name).ok_or(NamesError::NoXattr)
     }
 
@@ -1175,19 +1188,6 @@ const _: () = assert!(ROOT == 1); // as FUSE has it
 
 // What can be done to names, as POSIX and Linux say it. Each is checked first, and changes everything or
 // nothing. Permissions are the kernel's.
-
-const SET_GROUP_ID: u16 = 0o2000;
-
-const SET_USER_ID: u16 = 0o4000;
-
-/// Permissions of a file that was changed by one who may not leave its set-id bits. Without execution by the group, the
-/// bit for the group means something else.
-fn without_set_id(mode: u16) -> u16 {
-    let group = if mode & GROUP_EXECUTES != 0 { SET_GROUP_ID } else { 0 };
-    mode & !(SET_USER_ID | group)
-}
-
-const GROUP_EXECUTES: u16 = 0o010;
 
 /// Bytes of a whiteout in an image, without its name: no more than these.
 const WHITEOUT_BYTES: u64 = 128;

@@ -11,6 +11,7 @@ use std::thread;
 use remora_lab::Random;
 
 use super::*;
+use crate::disk::MOST_EARLY;
 use crate::{DiskDone, Mutant};
 
 /// Bytes of a record: most lie in two clusters.
@@ -562,6 +563,29 @@ fn what_is_answered_early_is_a_beginning_at_every_cut_and_a_flush_waits_for_all(
         }
         assert!(cut <= flush || last >= 21, "cut {cut}: {last} writes are there, and 21 were flushed");
     }
+}
+
+/// While the servers are out of reach, short writes that are answered early do not take all the room: others are
+/// accepted, by the thread that the kernel's questions come by.
+#[test]
+fn short_writes_that_were_answered_early_leave_room_for_what_others_ask() {
+    const OTHERS: u64 = 300;
+    let (disk, files, ino) = waiting_with(&[], 64 << 20);
+    let (done, files_too) = (Arc::<AtomicUsize>::default(), Arc::clone(&files));
+    let told = Arc::clone(&done);
+    let asking = thread::spawn(move || {
+        for number in 0..MOST_EARLY + OTHERS {
+            files_too.write_ahead(ino, number * 4096, Bytes::from(vec![1; 4096]), counted(&told));
+        }
+    });
+    let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
+    while !asking.is_finished() && std::time::Instant::now() < until {
+        thread::sleep(std::time::Duration::from_millis(10));
+    }
+    assert!(asking.is_finished(), "a thread waits for room");
+    assert_eq!(done.load(Ordering::SeqCst) as u64, MOST_EARLY);
+    while disk.finish() {}
+    assert_eq!(done.load(Ordering::SeqCst) as u64, MOST_EARLY + OTHERS);
 }
 
 #[test]

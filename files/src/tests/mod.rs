@@ -145,6 +145,17 @@ fn whole_blocks_in_place_are_written_alone_and_without_a_copy() {
     files.release(ino, 1);
     let modified = files.getattr(ino).unwrap().attributes.modified;
     assert_eq!(reopened(BLOCKS, &disk.history()).getattr(ino).unwrap().attributes.modified, modified);
+    // Also if the kernel remembers it.
+    files.put(ino, 0, &[4; 4096]);
+    files.closed(ino);
+    let modified = files.getattr(ino).unwrap().attributes.modified;
+    assert_eq!(reopened(BLOCKS, &disk.history()).getattr(ino).unwrap().attributes.modified, modified);
+    let before = disk.history().len();
+    files.closed(ino);
+    assert_eq!(disk.history().len(), before);
+    // Space that is given to it changes its times, also if its size stays.
+    wait(|done| files.fallocate(ino, 0, 4096, Allocate::Keep, done)).unwrap();
+    assert!(files.getattr(ino).unwrap().attributes.modified > modified);
 }
 
 #[test]

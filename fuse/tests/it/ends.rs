@@ -92,6 +92,24 @@ fn it_is_noticed_when_others_unmount() {
     });
 }
 
+#[test]
+fn a_mount_is_found_where_it_is_when_a_folder_above_it_was_renamed() {
+    by_each_transport(|options| {
+        let folder = scratch::folder("fuse").unwrap();
+        let (before, after) = (folder.path().join("before"), folder.path().join("after"));
+        fs::create_dir_all(before.join("mount")).unwrap();
+        let session = Session::start(&before.join("mount"), memory(), options).unwrap();
+        fs::rename(&before, &after).unwrap();
+        fs::write(after.join("mount/file"), "content").unwrap();
+        // An ordinary directory of the former name is nobody's mount.
+        fs::create_dir_all(before.join("mount")).unwrap();
+        assert!(session.is_mounted() && is_mounted(&after.join("mount")));
+        session.end().unwrap();
+        assert!(!is_mounted(&after.join("mount")));
+        assert_eq!(fs::read_dir(after.join("mount")).unwrap().count(), 0);
+    });
+}
+
 /// Names that begin with `later` are not answered; for one that begins with `now` the call does not return.
 struct Stuck {
     kept: Mutex<Vec<Later<Entry>>>,

@@ -26,6 +26,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
@@ -260,6 +261,14 @@ fn places(position: u64, length: usize) -> impl Iterator<Item = (u64, std::ops::
 pub struct ShmListener {
     listener: local::Listener,
     path: PathBuf,
+    file: FileId,
+}
+
+/// Device and number of a file: which one a path stands for.
+type FileId = (u64, u64);
+
+fn file_id(path: &Path) -> io::Result<FileId> {
+    std::fs::symlink_metadata(path).map(|file| (file.dev(), file.ino()))
 }
 
 impl ShmListener {
@@ -267,6 +276,10 @@ impl ShmListener {
         let socket = socket()?;
         let address = SocketAddrUnix::new(path)?;
         match rustix::net::bind(&socket, &address) {
+            // The system refuses connections to files that are no sockets, too. Such a file is somebody's data.
+            Err(Errno::ADDRINUSE) if !std::fs::symlink_metadata(path)?.file_type().is_socket() => {
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, "a file that is not a socket has this name"));
+            }
             // No process listens at this file: its owner could not remove it.
             Err(Errno::ADDRINUSE) if rustix::net::connect(&self::socket()?, &address) == Err(Errno::CONNREFUSED) => {
                 std::fs::remove_file(path)?;
@@ -275,11 +288,12 @@ impl ShmListener {
             other => other?,
         }
         let address = local::Address::File(path.as_os_str().as_bytes().to_vec());
-        match local::Listener::new(socket, address, Admits::Us, BACKLOG) {
-            Ok(listener) => Ok(ShmListener { listener, path: path.to_owned() }),
+        let listener = local::Listener::new(socket, address, Admits::Us, BACKLOG).map_err(io::Error::from);
+        match listener.and_then(|listener| Ok((listener, file_id(path)?))) {
+            Ok((listener, file)) => Ok(ShmListener { listener, path: path.to_owned(), file }),
             Err(error) => {
                 let _ = std::fs::remove_file(path); // the file of this bind
-                Err(error.into())
+                Err(error)
             }
         }
     }
@@ -302,7 +316,10 @@ impl Listener for ShmListener {
 
 impl Drop for ShmListener {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.path); // the file may be gone already
+        // Another process may listen at the path by now, after somebody has removed this one's file.
+        if file_id(&self.path).is_ok_and(|there| there == self.file) {
+            let _ = std::fs::remove_file(&self.path); // the file may be gone already
+        }
     }
 }
 
@@ -418,6 +435,22 @@ mod tests {
         one.send(&[IoSlice::new(b"x")]).unwrap();
         assert_eq!(rings(&*other), 1);
         assert!(other.arm(), "something came before it slept");
+    }
+
+    #[test]
+    fn a_file_that_is_not_the_listeners_socket_is_left_alone() {
+        let path = std::env::temp_dir().join(format!("remora-shm-file-{}", std::process::id()));
+        std::fs::write(&path, "precious").unwrap();
+        assert_eq!(ShmListener::bind(&path).err().unwrap().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+        std::fs::remove_file(&path).unwrap();
+        let first = ShmListener::bind(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let second = ShmListener::bind(&path).unwrap();
+        drop(first);
+        ShmLink::call(&path).unwrap();
+        drop(second);
+        assert!(!path.exists());
     }
 
     #[test]

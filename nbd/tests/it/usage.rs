@@ -189,6 +189,33 @@ fn only_the_owner_opens_the_socket_and_nothing_is_left_of_it() {
 }
 
 #[test]
+fn a_file_that_is_not_the_servers_socket_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let start = |path: &std::path::Path| {
+        Server::start(vec![offer("x", memory())], &ServerOptions::new(Address::Unix(path.to_owned())))
+    };
+    std::fs::write(at("data"), "precious").unwrap();
+    std::os::unix::fs::symlink(at("data"), at("link")).unwrap();
+    std::os::unix::fs::symlink(at("nowhere"), at("dangling")).unwrap();
+    std::fs::create_dir(at("folder")).unwrap();
+    for name in ["data", "link", "dangling", "folder"] {
+        let error = start(&at(name)).err().unwrap().to_string();
+        assert!(error.contains("not a socket") && error.contains(name), "{error}");
+        assert!(at(name).symlink_metadata().is_ok(), "{name}");
+    }
+    assert_eq!(std::fs::read(at("data")).unwrap(), b"precious");
+    // Somebody has removed the first server's file for the second one, which takes over.
+    let first = start(&at("socket")).unwrap();
+    std::fs::remove_file(at("socket")).unwrap();
+    let second = start(&at("socket")).unwrap();
+    drop(first);
+    Client::new(&at("socket"), true);
+    drop(second);
+    assert!(!at("socket").exists());
+}
+
+#[test]
 fn what_cannot_be_exported_is_refused_by_name() {
     struct Odd(Geometry);
     impl remora_nbd::Device for Odd {

@@ -21,7 +21,7 @@ use super::regions::{Job, News, Opening, Outgoing, Region};
 use super::remote::{Ask, Remote};
 use super::{
     AT_WORK, Bring, ClientOptions, Completion, Done, Error, Event, LEAST_SUBMITTED_BYTES, NO_CATCH_UP, Op, Reads,
-    Request, Shared, Writes,
+    Request, Shared, Writes, why_over,
 };
 use crate::layout::{Entry, Layout, sums};
 use crate::link::{self, Rdma};
@@ -170,7 +170,12 @@ impl Driver {
             Event::Answered(connection, delivery) => self.answered(&connection, delivery),
             Event::Over(connection) => {
                 if let Some(server) = self.server_at(&connection) {
-                    self.lost(server, "the connection is over");
+                    self.lost(server, &why_over(&connection));
+                }
+            }
+            Event::Refused(connection, why) => {
+                if let Some(server) = self.server_at(&connection) {
+                    self.lost(server, &why.to_string());
                 }
             }
             Event::Region(connection, news) => self.region(&connection, news),
@@ -301,7 +306,10 @@ impl Driver {
         let _ = self.shared.end.set(end); // ends once
         self.is_over = true;
         if let Some(opened) = self.opened.take() {
-            let _ = opened.send(Err(Error::Ended(end))); // the caller waits for it
+            let is_lost = |server: &ServerId| self.left_out(*server).is_some_and(|why| !why.is_empty());
+            let lost: Vec<_> = (0..self.remotes.len()).map(ServerId).filter(is_lost).collect();
+            let why = self.reasons(&lost).into();
+            let _ = opened.send(Err(Error::NotOpened { end, why })); // the caller waits for it
         }
     }
 
@@ -904,11 +912,14 @@ impl Driver {
     fn reasons(&self, servers: &[ServerId]) -> String {
         let reason = |server: &ServerId| {
             let address = self.remotes.get(server.0).map(|remote| remote.address().to_string()).unwrap_or_default();
-            let why = self.shared.left_out.get(server.0);
-            let why = why.map(|why| why.lock().unwrap_or_else(PoisonError::into_inner).clone()).unwrap_or_default();
-            format!("{address}: {why}")
+            format!("{address}: {}", self.left_out(*server).unwrap_or_default())
         };
         servers.iter().map(reason).collect::<Vec<_>>().join("; ")
+    }
+
+    /// Why a server was left out last.
+    fn left_out(&self, server: ServerId) -> Option<String> {
+        Some(self.shared.left_out.get(server.0)?.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 }
 

@@ -107,6 +107,14 @@ pub enum Error {
     /// The volume has ended. What was acknowledged is safe; open the volume again.
     #[error(transparent)]
     Ended(#[from] End),
+    /// The volume cannot be opened.
+    #[error("{end}{}{why}", if why.is_empty() { "" } else { ": " })]
+    NotOpened {
+        /// Which copies are missing.
+        end: End,
+        /// The servers that were lost, each with the reason.
+        why: Arc<str>,
+    },
     /// Another writer is at work, and was not to be replaced. Nothing was changed.
     #[error(
         "another writer is at work: {server} heard it {} ms ago; nothing was changed; stop it, or wait until it has said nothing for {} s",
@@ -267,6 +275,8 @@ const _: () = assert!(Copies::MOST <= u8::BITS as usize);
 enum Event {
     Answered(Connection, Delivery),
     Over(Connection),
+    /// Its server accepts no session.
+    Refused(Connection, Refusal),
     /// Of the region of the server at this connection.
     Region(Connection, News),
     Close,
@@ -274,6 +284,11 @@ enum Event {
 
 /// Brings an event to the driver: the calling thread carries it out.
 type Bring = Arc<dyn Fn(Event) + Send + Sync>;
+
+/// Why a connection is over.
+fn why_over(connection: &Connection) -> String {
+    connection.link_error().map_or_else(|| "the connection is over".into(), |error| error.to_string())
+}
 
 /// The messenger's callbacks, as events.
 struct Post<F>(F);
@@ -291,8 +306,8 @@ impl<F: Fn(Event) + Send + Sync + 'static> Dispatcher for Post<F> {
         (self.0)(Event::Over(connection.clone()));
     }
 
-    fn refused(&self, connection: &Connection, _: Refusal) {
-        (self.0)(Event::Over(connection.clone()));
+    fn refused(&self, connection: &Connection, why: Refusal) {
+        (self.0)(Event::Refused(connection.clone(), why));
     }
 }
 
@@ -301,7 +316,7 @@ impl Volume {
     /// known why not: each server has [`ClientOptions::copy_limit`] for each answer.
     ///
     /// # Errors
-    /// [`Error::Ended`] says which copies are missing.
+    /// [`Error::NotOpened`] says which copies are missing.
     pub fn open(shape: Shape, servers: &[Address], options: &ClientOptions) -> Result<Volume, Error> {
         count(shape, servers)?;
         let turns = Turns::new();

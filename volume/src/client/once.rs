@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use remora_messenger::{Address, Connection, Messenger};
 
-use super::{AT_WORK, ClientOptions, Error, Event, Post, Volume, count, messenger};
+use super::{AT_WORK, ClientOptions, Error, Event, Post, Volume, count, messenger, why_over};
 use crate::link::{self, Caller};
 use crate::rules::{Holder, Standing, State, Version};
 use crate::shape::{BLOCK_BYTES, Shape};
@@ -319,9 +319,10 @@ impl Asker {
                     (connection, link::decode_reply(&delivery).map_err(|error| error.to_string()))
                 }
                 Ok(Event::Over(connection)) => {
-                    let why = connection.link_error().map(|error| error.to_string());
-                    (connection, Err(why.unwrap_or_else(|| "the connection is over".into())))
+                    let why = why_over(&connection);
+                    (connection, Err(why))
                 }
+                Ok(Event::Refused(connection, why)) => (connection, Err(why.to_string())),
                 _ => continue,
             };
             let of = asked.iter_mut().enumerate().find(|(_, one)| one.connection.as_ref() == Some(&connection));

@@ -206,7 +206,7 @@ fn a_volume_whose_memory_is_gone_is_not_opened() {
         cluster.start(number);
     }
     let error = cluster.open().unwrap_err();
-    assert!(matches!(error, Error::Ended(End::TooFew { found: 1, needed: 2 })), "{error}");
+    assert!(matches!(error, Error::NotOpened { end: End::TooFew { found: 1, needed: 2 }, .. }), "{error}");
 }
 
 #[test]
@@ -218,7 +218,9 @@ fn a_wrong_token_opens_nothing() {
         ..Default::default()
     };
     let opened = remora_volume::client::Volume::open(cluster.shape, &cluster.addresses, &options);
-    assert!(matches!(opened, Err(Error::Ended(End::TooFew { found: 0, needed: 1 }))));
+    let error = opened.unwrap_err();
+    assert!(matches!(error, Error::NotOpened { end: End::TooFew { found: 0, needed: 1 }, .. }));
+    assert!(error.to_string().contains("token"), "{error}");
 }
 
 // Writers as processes of their own: killed and stopped with writes under way. They print what was acknowledged.
@@ -599,7 +601,7 @@ fn a_record_that_rots_in_the_store_makes_the_copy_lost() {
     alone.start();
     assert_eq!(alone.standing().map(|standing| standing.state).unwrap_or_default(), State::Empty);
     let refused = alone.open().map(drop).unwrap_err();
-    assert!(refused.contains("0 servers that hold the volume answered"), "{refused}");
+    assert!(refused.contains("0 of the servers that hold the volume answered"), "{refused}");
 }
 
 /// A small file system of its own, until dropped.
