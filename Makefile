@@ -210,6 +210,12 @@ bench: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask bench $(ARGS)
 
+## bench-elsewhere: an archive that measures on any Linux machine of x86-64 without a network, in nine minutes: target/remora-bench.tar.gz
+.PHONY: bench-elsewhere
+bench-elsewhere: setup
+	$(RELEASE) -p remora-bench
+	dev/bench/elsewhere/pack $(TARGET)/release $(TARGET)/remora-bench.tar.gz
+
 ## check: format, lints, structure, documentation, fuzz targets and builds with fewer features
 .PHONY: check
 check: format lint structure doc fuzz-check features

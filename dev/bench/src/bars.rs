@@ -123,9 +123,6 @@ impl Scale {
 
 impl Chart {
     /// Draws the chart into that file.
-    ///
-    /// # Errors
-    /// The file could not be written.
     pub fn draw(&self, path: &Path) -> std::io::Result<()> {
         std::fs::write(path, self.svg())
     }

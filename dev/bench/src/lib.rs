@@ -11,20 +11,27 @@
 #![deny(unsafe_code)] // but for one call in `cpu`
 
 pub mod bars;
+pub mod elsewhere;
 pub mod mass;
 pub mod messenger;
+pub mod processors;
 pub mod source;
 pub mod suite;
 pub mod sync;
 
 use std::{
+    collections::HashMap,
     fmt::Write as _,
     fs, io,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Command, ExitCode},
+    sync::Arc,
+    sync::atomic::{AtomicBool, Ordering},
+    thread::{self, JoinHandle},
 };
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// One measurement of one thing in one round.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -43,6 +50,19 @@ pub struct Sample {
     pub source_cpu_seconds: f64,
     /// The data on which the processor seconds were spent, in GB (10⁹ bytes).
     pub gigabytes: f64,
+}
+
+impl Sample {
+    /// A figure without processor time.
+    pub fn new(subject: impl Into<String>, case: impl Into<String>, round: usize, value: f64) -> Sample {
+        let (subject, case) = (subject.into(), case.into());
+        Sample { subject, case, round, value, reader_cpu_seconds: 0.0, source_cpu_seconds: 0.0, gigabytes: 0.0 }
+    }
+
+    /// The same with processor seconds of both sides, spent on that many GB.
+    pub fn cost(self, reader_cpu_seconds: f64, source_cpu_seconds: f64, gigabytes: f64) -> Sample {
+        Sample { reader_cpu_seconds, source_cpu_seconds, gigabytes, ..self }
+    }
 }
 
 /// The summary of several rounds of one measurement.
@@ -64,6 +84,62 @@ impl Spread {
         let (low, high) = (*values.first()?, *values.last()?);
         Some(Spread { median: quantile(&values, 0.5)?, low, high })
     }
+
+    /// The ratios of the rounds that have both: each round with its value.
+    pub fn of_ratios(
+        ours: impl IntoIterator<Item = (usize, f64)>,
+        rival: impl IntoIterator<Item = (usize, f64)>,
+    ) -> Option<Spread> {
+        let rival: HashMap<usize, f64> = rival.into_iter().collect();
+        Spread::of(ours.into_iter().filter_map(|(round, value)| Some(value / rival.get(&round)?)))
+    }
+
+    /// The median with that many digits.
+    pub fn median(self, digits: usize) -> String {
+        format!("{:.digits$}", self.median)
+    }
+
+    /// The median, with the least and the greatest if they differ.
+    pub fn range(self) -> String {
+        let Spread { median, low, high } = self;
+        if high - low < 0.005 { format!("{median:.2}") } else { format!("{median:.2} ({low:.2}–{high:.2})") }
+    }
+
+    /// A count, or the least and the greatest of the rounds.
+    pub fn whole(self) -> String {
+        if self.low == self.high { self.median(0) } else { format!("{:.0}–{:.0}", self.low, self.high) }
+    }
+}
+
+/// A cell of a table: how the spread is written there, or that there is none.
+pub fn cell(spread: Option<Spread>, write: impl Fn(Spread) -> String) -> String {
+    spread.map_or("–".to_owned(), write)
+}
+
+/// The one with the least median.
+pub fn least<T>(of: impl Iterator<Item = T>, spread: impl Fn(&T) -> Option<Spread>) -> Option<T> {
+    let medians = of.filter_map(|one| Some((spread(&one)?.median, one)));
+    medians.min_by(|one, other| one.0.total_cmp(&other.0)).map(|(_, one)| one)
+}
+
+/// Whether all replicas that were compared are equal, in the word of a table.
+pub fn equality(looked: impl IntoIterator<Item = Option<bool>>) -> &'static str {
+    match looked.into_iter().flatten().reduce(|all, equal| all && equal) {
+        None => "–",
+        Some(true) => "yes",
+        Some(false) => "**NO**",
+    }
+}
+
+/// Each item once, in the order of their first.
+pub fn distinct<T: PartialEq>(items: impl IntoIterator<Item = T>) -> Vec<T> {
+    let mut all = Vec::new();
+    for item in items {
+        if !all.contains(&item) {
+            all.push(item);
+        }
+    }
+    all
 }
 
 /// The value below which the share `q` of the `sorted` values is, interpolated between two values.
@@ -79,17 +155,11 @@ pub mod cpu {
     use std::{io, time::Duration};
 
     /// Processor time of this process so far, all threads together.
-    ///
-    /// # Errors
-    /// The error of `getrusage(2)`.
     pub fn of_self() -> io::Result<Duration> {
         usage(libc::RUSAGE_SELF)
     }
 
     /// Processor time of all children that have ended and were waited for, and of their children.
-    ///
-    /// # Errors
-    /// The error of `getrusage(2)`.
     pub fn of_ended_children() -> io::Result<Duration> {
         usage(libc::RUSAGE_CHILDREN)
     }
@@ -305,15 +375,17 @@ impl Run {
 
     fn compare_within(&mut self, ours: (&str, &str), rival: (&str, &str), target: Target) {
         let owned = |(subject, case): (&str, &str)| (subject.to_owned(), case.to_owned());
-        let rounds = self.samples.iter().map(|sample| sample.round + 1).max().unwrap_or(0);
-        let ratio = |round| Some(self.value(ours, round)? / self.value(rival, round)?);
-        let ratio = Spread::of((0..rounds).filter_map(ratio));
+        let ratio = Spread::of_ratios(self.rounds(ours), self.rounds(rival));
         self.comparisons.push(Comparison { ours: owned(ours), rival: owned(rival), target, ratio });
     }
 
-    fn value(&self, (subject, case): (&str, &str), round: usize) -> Option<f64> {
-        let is_it = |sample: &&Sample| sample.subject == subject && sample.case == case && sample.round == round;
-        self.samples.iter().find(is_it).map(|sample| sample.value)
+    /// The samples of one thing.
+    pub fn of(&self, subject: &str, case: &str) -> impl Iterator<Item = &Sample> {
+        self.samples.iter().filter(move |sample| sample.subject == subject && sample.case == case)
+    }
+
+    fn rounds(&self, (subject, case): (&str, &str)) -> impl Iterator<Item = (usize, f64)> {
+        self.of(subject, case).map(|sample| (sample.round, sample.value))
     }
 
     /// Whether every target is met. A comparison or goal without figures meets none.
@@ -326,12 +398,12 @@ impl Run {
         let mut out = format!("# {} ({})\n\n", self.program, self.unit);
         let _ = writeln!(out, "| subject | case | median | low | high | reader CPU s/GB | source CPU s/GB |");
         let _ = writeln!(out, "|---|---|---:|---:|---:|---:|---:|");
-        for (subject, case) in self.cells() {
-            let of_cell = || self.samples.iter().filter(|sample| sample.subject == subject && sample.case == case);
-            let Some(value) = Spread::of(of_cell().map(|sample| sample.value)) else { continue };
+        let cells = distinct(self.samples.iter().map(|sample| (sample.subject.as_str(), sample.case.as_str())));
+        for (subject, case) in cells {
+            let Some(value) = Spread::of(self.of(subject, case).map(|sample| sample.value)) else { continue };
             let per_gigabyte = |seconds: fn(&Sample) -> f64| {
-                let spread = Spread::of(of_cell().map(|sample| seconds(sample) / sample.gigabytes));
-                spread.map_or("–".to_owned(), |spread| format!("{:.3}", spread.median))
+                let each = self.of(subject, case).map(|sample| seconds(sample) / sample.gigabytes);
+                cell(Spread::of(each), |spread| spread.median(3))
             };
             let _ = writeln!(
                 out,
@@ -343,82 +415,39 @@ impl Run {
                 per_gigabyte(|sample| sample.source_cpu_seconds),
             );
         }
-        self.summarise_comparisons(&mut out);
-        for note in &self.notes {
-            let _ = writeln!(out, "\n> {note}");
-        }
+        self.conclude(&mut out);
         out
     }
 
-    /// Appends the comparisons and the goals to `out`, as Markdown.
-    pub fn summarise_comparisons(&self, out: &mut String) {
-        self.summarise_goals(out);
-        if self.comparisons.is_empty() {
-            return;
+    /// Appends the comparisons, the goals and the notes to `out`, as Markdown.
+    pub fn conclude(&self, out: &mut String) {
+        let figures = |spread: Option<Spread>| {
+            let three = |spread: Spread| format!("{:.2} | {:.2} | {:.2}", spread.median, spread.low, spread.high);
+            spread.map_or("– | – | –".to_owned(), three)
+        };
+        if !self.goals.is_empty() {
+            *out += "\n| figure | median | low | high | promised |\n|---|---:|---:|---:|---|\n";
         }
-        let _ = writeln!(out, "\n| ours | rival | ratio: median | low | high | promised |");
-        let _ = writeln!(out, "|---|---|---:|---:|---:|---|");
-        for comparison in &self.comparisons {
-            let Comparison { ours, rival, target, ratio } = comparison;
-            let verdict = target.verdict(*ratio);
-            let ratio = ratio
-                .map_or("– | – | –".to_owned(), |r| format!("{:.2} | {:.2} | {:.2}", r.median, r.low, r.high));
-            let _ = writeln!(out, "| {} {} | {} {} | {ratio} | {verdict} |", ours.0, ours.1, rival.0, rival.1);
+        for Goal { what, target, value } in &self.goals {
+            let _ = writeln!(out, "| {what} | {} | {} |", figures(*value), target.verdict(*value));
         }
+        if !self.comparisons.is_empty() {
+            *out += "\n| ours | rival | ratio: median | low | high | promised |\n|---|---|---:|---:|---:|---|\n";
+        }
+        for Comparison { ours, rival, target, ratio } in &self.comparisons {
+            let (ours, rival) = (format!("{} {}", ours.0, ours.1), format!("{} {}", rival.0, rival.1));
+            let _ = writeln!(out, "| {ours} | {rival} | {} | {} |", figures(*ratio), target.verdict(*ratio));
+        }
+        *out += &self.quoted_notes();
     }
 
-    fn summarise_goals(&self, out: &mut String) {
-        if self.goals.is_empty() {
-            return;
-        }
-        let _ = writeln!(out, "\n| figure | median | low | high | promised |\n|---|---:|---:|---:|---|");
-        for goal in &self.goals {
-            let value = goal
-                .value
-                .map_or("– | – | –".to_owned(), |v| format!("{:.2} | {:.2} | {:.2}", v.median, v.low, v.high));
-            let verdict = goal.target.verdict(goal.value);
-            let _ = writeln!(out, "| {} | {value} | {verdict} |", goal.what);
-        }
-    }
-
-    /// Subjects and cases in the order of their first sample.
-    fn cells(&self) -> Vec<(&str, &str)> {
-        let mut cells = Vec::new();
-        for sample in &self.samples {
-            let cell = (sample.subject.as_str(), sample.case.as_str());
-            if !cells.contains(&cell) {
-                cells.push(cell);
-            }
-        }
-        cells
-    }
-
-    /// Prints the summary, and keeps the run if the options say so.
-    ///
-    /// # Errors
-    /// A folder or file could not be written.
-    pub fn finish(&self, out: Option<&Path>, json: Option<&Path>) -> io::Result<()> {
-        print!("{}", self.summary());
-        if let Some(path) = json {
-            fs::write(path, serde_json::to_vec_pretty(self)?)?;
-        }
-        if let Some(folder) = out {
-            println!("\nkept in {}", self.keep(folder)?.display());
-        }
-        Ok(())
-    }
-
-    /// Writes `<folder>/<date>-<host>-<program>/`: README.md, raw.csv, summary.md, run.json.
-    fn keep(&self, folder: &Path) -> io::Result<PathBuf> {
-        let json = serde_json::to_string_pretty(self)?;
-        self.keep_files(folder, &[("raw.csv", self.raw()), ("summary.md", self.summary()), ("run.json", json)])
+    /// The notes, as Markdown.
+    pub fn quoted_notes(&self) -> String {
+        self.notes.iter().map(|note| format!("\n> {note}\n")).collect()
     }
 
     /// Writes `<folder>/<date>-<host>-<program>/` with these files and a README.md that describes machine and command:
     /// for programs whose figures do not fit into a [`Sample`].
-    ///
-    /// # Errors
-    /// A folder or file could not be written.
     pub fn keep_files(&self, folder: &Path, files: &[(&str, String)]) -> io::Result<PathBuf> {
         let folder = folder.join(format!("{}-{}-{}", self.date, self.machine.host, self.program));
         fs::create_dir_all(&folder)?;
@@ -438,18 +467,112 @@ impl Run {
             self.program, self.machine.host, self.date, self.command, self.commit,
         )
     }
+}
 
-    fn raw(&self) -> String {
-        let mut out = String::from("subject,case,round,value,unit,reader_cpu_seconds,source_cpu_seconds,gigabytes\n");
-        for sample in &self.samples {
-            let Sample { subject, case, round, value, reader_cpu_seconds, source_cpu_seconds, gigabytes } = sample;
-            let _ = writeln!(
-                out,
-                "{subject},{case},{round},{value:.6},{},{reader_cpu_seconds:.6},{source_cpu_seconds:.6},{gigabytes:.6}",
-                self.unit
-            );
+/// Where a run is kept.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct Keep {
+    /// Keep the run in a new folder below this one.
+    #[arg(long)]
+    pub out: Option<PathBuf>,
+    /// Write everything as JSON to this file.
+    #[arg(long)]
+    pub json: Option<PathBuf>,
+}
+
+impl Keep {
+    /// Writes a run: its summary, every figure as a line of a table, and both as JSON. Returns the folder.
+    pub fn write<S: Serialize>(
+        &self,
+        run: &Run,
+        summary: String,
+        rows: &[S],
+        all: &impl Serialize,
+    ) -> io::Result<Option<PathBuf>> {
+        let json = serde_json::to_string_pretty(all)?;
+        if let Some(path) = &self.json {
+            fs::write(path, &json)?;
         }
-        out
+        let Some(folder) = &self.out else { return Ok(None) };
+        run.keep_files(folder, &[("raw.csv", csv(rows)?), ("summary.md", summary), ("run.json", json)]).map(Some)
+    }
+
+    /// The same of a run that has samples only.
+    pub fn keep(&self, run: &Run) -> io::Result<Option<PathBuf>> {
+        self.write(run, run.summary(), &run.samples, run)
+    }
+
+    /// Ends a program with such a run: prints its summary and keeps it.
+    pub fn finish(&self, run: &Run) -> io::Result<ExitCode> {
+        print!("{}", run.summary());
+        self.said(self.keep(run)?);
+        Ok(if run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    }
+
+    /// Says where a run was kept.
+    pub fn said(&self, folder: Option<PathBuf>) {
+        folder.iter().for_each(|folder| println!("\nkept in {}", folder.display()));
+    }
+}
+
+/// Rows as a table between commas: the fields are the columns.
+pub fn csv<S: Serialize>(rows: &[S]) -> io::Result<String> {
+    let mut text = String::new();
+    for row in rows {
+        let Value::Object(fields) = serde_json::to_value(row)? else { continue };
+        if text.is_empty() {
+            text += &(fields.keys().cloned().collect::<Vec<_>>().join(",") + "\n");
+        }
+        text += &(fields.values().map(between_commas).collect::<Vec<_>>().join(",") + "\n");
+    }
+    Ok(text)
+}
+
+fn between_commas(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.replace(',', ""),
+        Value::Array(items) => items.iter().map(between_commas).collect::<Vec<_>>().join(" "),
+        Value::Object(fields) => {
+            let named = fields.iter().map(|(name, value)| format!("{name}={}", between_commas(value)));
+            named.collect::<Vec<_>>().join(" ")
+        }
+        other => other.to_string(),
+    }
+}
+
+/// A thread that goes on until it is ended; dropping it ends it.
+#[derive(Debug)]
+pub struct Background<T> {
+    is_over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<T>>,
+}
+
+impl<T: Send + 'static> Background<T> {
+    /// Starts one. `work` returns when the flag is set.
+    pub fn start(work: impl FnOnce(&AtomicBool) -> T + Send + 'static) -> Background<T> {
+        let is_over = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&is_over);
+        Background { is_over, thread: Some(thread::spawn(move || work(&flag))) }
+    }
+
+    /// Whether it has ended by itself.
+    pub fn is_finished(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+}
+
+impl<T> Background<T> {
+    /// Ends it, and returns what it has found; `None` if it panicked or was ended before.
+    pub fn end(&mut self) -> Option<T> {
+        self.is_over.store(true, Ordering::Relaxed);
+        self.thread.take()?.join().ok()
+    }
+}
+
+impl<T> Drop for Background<T> {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 
@@ -493,8 +616,7 @@ mod tests {
     use super::*;
 
     fn sample(subject: &str, round: usize, value: f64) -> Sample {
-        let (subject, case) = (subject.to_owned(), "case".to_owned());
-        Sample { subject, case, round, value, reader_cpu_seconds: 0.5, source_cpu_seconds: 0.25, gigabytes: 2.0 }
+        Sample::new(subject, "case", round, value).cost(0.5, 0.25, 2.0)
     }
 
     #[test]

@@ -21,7 +21,7 @@ use remora_lab::server::wait_until;
 use remora_lab::{BitRate, Host, Kind, Net, Server, Shape, compare, scratch};
 use tempfile::TempDir;
 
-use crate::sync::{Attend, Method, Program, Result, Source};
+use crate::sync::{Method, Program, Result, Running, Source};
 
 /// Shards of the cluster.
 pub const SHARDS: usize = 3;
@@ -149,17 +149,11 @@ impl Mass {
     }
 
     /// A server's name and version.
-    ///
-    /// # Errors
-    /// It does not answer.
     pub fn version(&self) -> Result<String> {
         Ok(self.cluster.shards[0].primary.version()?)
     }
 
     /// All six replicas lose their data, and get them again by this way.
-    ///
-    /// # Errors
-    /// A server or an agent failed, or a replica is not in step in the end.
     pub fn replace(&mut self, way: Way) -> Result<Replaced> {
         self.rest()?;
         let (of_primary, of_replica) = way.methods();
@@ -224,9 +218,6 @@ impl Mass {
     }
 
     /// Compares each replica with its primary, by digest.
-    ///
-    /// # Errors
-    /// One differs.
     pub fn compare(&self) -> Result<()> {
         for Shard { primary, replicas } in &self.cluster.shards {
             for replica in replicas {
@@ -271,7 +262,7 @@ impl Counted {
 
 /// A source beside each primary, and an agent beside each replica.
 struct Agents {
-    attending: Vec<Attend>,
+    attending: Vec<Running>,
     sources: Vec<Source>,
 }
 
@@ -294,7 +285,7 @@ impl Agents {
     }
 
     fn cpu(&self) -> Result<f64> {
-        let attending = self.attending.iter().map(Attend::cpu);
+        let attending = self.attending.iter().map(Running::cpu);
         attending.chain(self.sources.iter().map(Source::cpu)).sum()
     }
 }

@@ -9,12 +9,14 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
 
 use crate::cpu;
+use crate::processors::{self, Role};
 use remora_fabric::shm::{ShmConnector, ShmExporter, ShmOptions};
 use remora_fabric::tcp::{SendMode, TcpConnector, TcpExporter, TcpOptions};
 use remora_fabric::verbs::{CompletionMode, VerbsConnector, VerbsExporter, VerbsOptions};
@@ -34,12 +36,6 @@ pub const ARGUMENT: &str = "--be-the-source";
 pub struct SourceOptions {
     /// Length of the region.
     pub region_bytes: u64,
-    /// Congestion control of the lanes; `None` for the system's.
-    pub congestion: Option<String>,
-    /// `sendfile` instead of `send`.
-    pub send_file: bool,
-    /// Lanes per peer.
-    pub lanes: u8,
     /// Outstanding reads per peer.
     pub depth: usize,
     /// The RDMA devices, if the region is read over RDMA too.
@@ -48,13 +44,7 @@ pub struct SourceOptions {
 
 impl SourceOptions {
     fn options(&self) -> TcpOptions {
-        TcpOptions {
-            lanes: self.lanes,
-            depth: self.depth,
-            congestion: self.congestion.clone(),
-            send: if self.send_file { SendMode::File } else { SendMode::Copy },
-            ..TcpOptions::default()
-        }
+        TcpOptions { lanes: 1, depth: self.depth, send: SendMode::Copy, ..TcpOptions::default() }
     }
 }
 
@@ -78,9 +68,6 @@ pub struct Source {
 
 impl Source {
     /// Starts the child, and waits until its region is warm.
-    ///
-    /// # Errors
-    /// It did not start, or did not print the place of its region.
     pub fn start(wish: &SourceOptions) -> io::Result<Source> {
         let mut child = Command::new(std::env::current_exe()?)
             .args([ARGUMENT, &serde_json::to_string(wish)?])
@@ -95,9 +82,6 @@ impl Source {
     }
 
     /// Processor time used so far.
-    ///
-    /// # Errors
-    /// The process has ended.
     pub fn cpu(&mut self) -> io::Result<Duration> {
         self.commands.as_mut().ok_or(io::ErrorKind::BrokenPipe)?.write_all(b"cpu\n")?;
         let micros = line(&mut self.answers)?.trim().parse().map_err(io::Error::other)?;
@@ -105,18 +89,12 @@ impl Source {
     }
 
     /// A peer of its region over TCP.
-    ///
-    /// # Errors
-    /// Those of [`Connector::connect`].
     pub fn connect_tcp(&self, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Error> {
         let key = RegionKey::from_bytes(self.place.tcp.clone())?;
         TcpConnector::new(self.wish.options(), None)?.connect(&key, SESSION, &SECRET, sink.clone())
     }
 
     /// A peer of its region over RDMA.
-    ///
-    /// # Errors
-    /// Those of [`Connector::connect`]; [`Error::Misuse`] if it was started without RDMA devices.
     pub fn connect_verbs(&self, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Error> {
         let key = self.place.verbs.clone().ok_or(Error::Misuse("for RDMA give --rdma-source and --rdma-reader"))?;
         // Its rivals poll, too.
@@ -128,18 +106,12 @@ impl Source {
     }
 
     /// A peer of its region over shared memory.
-    ///
-    /// # Errors
-    /// Those of [`Connector::connect`].
     pub fn connect_shm(&self, sink: &Arc<Memory>) -> Result<Box<dyn Peer>, Error> {
         let key = RegionKey::from_bytes(self.place.shm.clone())?;
         ShmConnector::new().connect(&key, SESSION, &SECRET, sink.clone())
     }
 
     /// The simplest server over TCP: 4 bytes in, that number of bytes of private memory out.
-    ///
-    /// # Errors
-    /// A system call failed.
     pub fn connect_plain(&self) -> io::Result<TcpStream> {
         let stream = TcpStream::connect(self.place.plain)?;
         stream.set_nodelay(true)?;
@@ -230,9 +202,6 @@ fn serve_plainly(mut stream: TcpStream, bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Memory whose pages all exist and have been touched through this mapping, filled with different bytes.
-///
-/// # Errors
-/// A system call failed.
 pub fn warm_memory(name: &str, length: u64) -> Result<Arc<Memory>, Error> {
     let memory = Memory::create(name, length, Pages::Small)?;
     memory.prefault(0..length)?;
@@ -287,11 +256,11 @@ pub struct CopyPlace<'a> {
     pub is_far: bool,
 }
 
+/// Servers of copies that this process has started.
+static STARTED: AtomicUsize = AtomicUsize::new(0);
+
 impl CopyServer {
     /// Starts one, and waits until it listens at `address`. Port 0 is any port.
-    ///
-    /// # Errors
-    /// The process cannot be started, or does not listen.
     pub fn start(address: &str, place: CopyPlace<'_>) -> Result<CopyServer, Failure> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args([SERVE_COPY, address, if place.is_far { FAR } else { NEAR }]);
@@ -299,7 +268,9 @@ impl CopyServer {
         if let Some(host) = place.host {
             host.enter(&mut command)?;
         }
-        let (process, pipes) = Process::start("a copy's server", command)?;
+        // No measurement has more servers at once; a client runs on what they leave.
+        let role = Role::Server(STARTED.fetch_add(1, Ordering::Relaxed) % 3, 3);
+        let (process, pipes) = processors::on(role, || Process::start("a copy's server", command))?;
         let stdout = pipes.stdout.ok_or("a copy's server without its standard output")?;
         let mut line = String::new();
         BufReader::new(stdout).read_line(&mut line)?; // it ends without a line if it cannot listen
@@ -309,9 +280,6 @@ impl CopyServer {
 }
 
 /// Is such a server, if this program was started as one: until its standard input ends, and the process with it.
-///
-/// # Errors
-/// It cannot listen.
 pub fn be_one_if_asked() -> Result<(), Failure> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [word, address, distance] = arguments.as_slice() else { return Ok(()) };
@@ -328,9 +296,6 @@ pub fn be_one_if_asked() -> Result<(), Failure> {
 }
 
 /// Makes a new volume of this many blocks on servers, of which `held` must hold a write before it is answered.
-///
-/// # Errors
-/// There is no such volume, or a server refuses its copy.
 pub fn new_volume(servers: &[Address], held: usize, blocks: u64) -> Result<Shape, Failure> {
     let copies = Copies::new(servers.len(), held).ok_or("no volume has copies like these")?;
     let shape = Shape::new(new_id()?, blocks, copies).ok_or("no volume has this many blocks")?;
@@ -384,9 +349,6 @@ impl Ends {
     }
 
     /// Bytes per second of SENDs of `size` bytes, `depth` of them posted, `count` in all.
-    ///
-    /// # Errors
-    /// As for [`Ends::bandwidth`].
     pub fn send_bandwidth(&self, size: u32, depth: usize, count: u64) -> io::Result<f64> {
         let (depth, count) = (depth.to_string(), count.max(5).to_string());
         let mebibytes = self.figure(3, "ib_send_bw", size, &["-t", &depth, "-n", &count])?;
@@ -394,17 +356,11 @@ impl Ends {
     }
 
     /// The typical time of a SEND of `size` bytes, one way, in microseconds.
-    ///
-    /// # Errors
-    /// As for [`Ends::bandwidth`].
     pub fn send_latency(&self, size: u32, count: u64) -> io::Result<f64> {
         self.figure(4, "ib_send_lat", size, &["-n", &count.max(5).to_string()])
     }
 
     /// The typical time of a READ of `size` bytes, in microseconds.
-    ///
-    /// # Errors
-    /// As for [`Ends::bandwidth`].
     pub fn latency(&self, size: u32, count: u64) -> io::Result<f64> {
         // Columns: bytes, iterations, shortest, longest, typical, ...
         self.figure(4, "ib_read_lat", size, &["-n", &count.max(5).to_string()])
@@ -432,8 +388,7 @@ impl Ends {
             command.args(["-d", device, "-x", "1", "-F", "-p", &port, "-s", &size.to_string()]).args(more);
             command
         };
-        let mut server = command(&self.rdma_source_device);
-        let _server = Reaped(server.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?);
+        let _server = quiet(program, command(&self.rdma_source_device))?;
         let deadline = Instant::now() + START_LIMIT;
         loop {
             let said = command(&self.rdma_reader_device).arg("127.0.0.1").output()?;
@@ -465,12 +420,51 @@ fn column(line: &str, number: usize) -> io::Result<f64> {
         .ok_or_else(|| io::Error::other(format!("no figure in {line:?}")))
 }
 
-/// A child that ends with its owner.
-struct Reaped(Child);
+/// Starts a tool's server, whose words nobody reads. It ends when it is dropped.
+fn quiet(name: &str, mut command: Command) -> io::Result<Process> {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    Ok(Process::start(name, command).map_err(io::Error::other)?.0)
+}
 
-impl Drop for Reaped {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+/// What iperf3 has carried over loopback, in one direction.
+#[derive(Clone, Copy, Debug)]
+pub struct Stream {
+    /// Bytes received.
+    pub bytes: f64,
+    /// In that many seconds.
+    pub seconds: f64,
+    /// Processor seconds of the sender.
+    pub sender_cpu: f64,
+    /// Processor seconds of the receiver.
+    pub receiver_cpu: f64,
+}
+
+/// Runs iperf3 on loopback with these arguments of its client. `None` if it is not installed.
+pub fn iperf3(time: Duration, words: &[&str]) -> io::Result<Option<Stream>> {
+    if Command::new("iperf3").arg("--version").output().is_err() {
+        return Ok(None);
+    }
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string();
+    let mut server = Command::new("iperf3");
+    server.args(["-s", "-1", "-B", "127.0.0.1", "-p", &port]);
+    let _server = quiet("iperf3", server)?;
+    let seconds = time.as_millis().div_ceil(1000).max(1).to_string();
+    let deadline = Instant::now() + START_LIMIT;
+    loop {
+        std::thread::sleep(Duration::from_millis(20)); // until it listens
+        let mut client = Command::new("iperf3");
+        let said = client.args(["-c", "127.0.0.1", "-p", &port, "-t", &seconds, "-J"]).args(words).output()?;
+        let report: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap_or_default();
+        let (end, number) = (&report["end"], |value: &serde_json::Value| value.as_f64());
+        let (received, share) = (&end["sum_received"], &end["cpu_utilization_percent"]);
+        let figures = (number(&received["bytes"]), number(&received["seconds"]));
+        if let (true, (Some(bytes), Some(seconds))) = (said.status.success(), figures) {
+            let cpu = |side: &str| number(&share[side]).unwrap_or_default() / 100.0 * seconds;
+            let (sender_cpu, receiver_cpu) = (cpu("host_total"), cpu("remote_total"));
+            return Ok(Some(Stream { bytes, seconds, sender_cpu, receiver_cpu }));
+        }
+        if Instant::now() > deadline {
+            return Err(io::Error::other(format!("iperf3 failed: {report}")));
+        }
     }
 }

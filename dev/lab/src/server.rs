@@ -345,6 +345,20 @@ pub fn module_library() -> Result<PathBuf> {
 
 const MODULE_FILE: &str = "libremora_module.so";
 
+/// Our server module and its arguments, as `MODULE LOAD` and `loadmodule` take them. `REMORA_LAB_LAYOUTS` names a
+/// folder with layouts of servers that the module's own list does not have.
+///
+/// # Errors
+/// As for [`module_library`].
+pub fn module_words(words: &str) -> Result<Vec<String>> {
+    let mut all = vec![module_library()?.display().to_string()];
+    all.extend(words.split_whitespace().map(str::to_owned));
+    if let Ok(folder) = std::env::var("REMORA_LAB_LAYOUTS") {
+        all.extend(["layouts".to_owned(), folder]);
+    }
+    Ok(all)
+}
+
 /// Calls `look` again and again until it returns Ok, or fails with the last state seen. `look` itself can fail for
 /// good.
 pub fn wait_until<T>(what: &str, within: Duration, mut look: impl FnMut() -> Result<Result<T, String>>) -> Result<T> {
@@ -523,8 +537,7 @@ impl Builder {
     /// # Errors
     /// [`Error::Missing`] if the library was not built.
     pub fn module(self, words: &str) -> Result<Builder> {
-        let line = format!("{} {words}", module_library()?.display());
-        Ok(self.config("loadmodule", line.trim_end()))
+        Ok(self.config("loadmodule", module_words(words)?.join(" ")))
     }
 
     /// Starts the server and waits until it answers.

@@ -22,9 +22,9 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
-use remora_bench::Run;
 use remora_bench::suite::ServerChoice;
 use remora_bench::sync::{Compare, Content, Method, Program, Result, Samples, Scene, Shape, Taken, Trial};
+use remora_bench::{Keep, Run};
 use remora_lab::Kind;
 
 /// Full synchronisation by every method. Exits with 1 if a target is missed or a replica differs.
@@ -36,7 +36,7 @@ struct Options {
     /// Time limit in minutes, shared among servers and shapes. What does not fit is left out, comparisons first, and
     /// the kept run lists it.
     #[arg(long)]
-    budget_minutes: Option<u64>,
+    budget_minutes: Option<f64>,
     /// Servers to measure.
     #[arg(long, value_delimiter = ',', default_value = "redis,valkey")]
     servers: Vec<ServerChoice>,
@@ -61,12 +61,8 @@ struct Options {
     /// When to compare the replicas with the primary, which takes seconds each.
     #[arg(long, default_value = "first")]
     compare: Compare,
-    /// Keep the run in a new folder below this one.
-    #[arg(long)]
-    out: Option<PathBuf>,
-    /// Write everything as JSON to this file.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    keep: Keep,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -154,12 +150,14 @@ impl Bench {
         for (number, (kind, data)) in scenes.iter().enumerate() {
             let left = self.time_left().map(|left| left / u32::try_from(scenes.len() - number).unwrap_or(1));
             self.scene(*kind, data, left.map(|left| Instant::now() + left))?;
+            // A run that is ended has what it has measured.
+            self.keep()?;
         }
         Ok(())
     }
 
     fn time_left(&self) -> Option<Duration> {
-        let budget = Duration::from_secs(60 * self.options.budget_minutes?);
+        let budget = Duration::from_secs_f64(60.0 * self.options.budget_minutes?);
         Some(budget.saturating_sub(self.begun.elapsed()))
     }
 
@@ -255,6 +253,16 @@ impl Bench {
         others
     }
 
+    /// Writes the run down, and returns its folder.
+    fn keep(&self) -> Result<Option<PathBuf>> {
+        let all = serde_json::json!({ "run": self.run, "samples": self.samples });
+        Ok(self.options.keep.write(&self.run, self.summary(), &self.samples.0, &all)?)
+    }
+
+    fn summary(&self) -> String {
+        self.samples.summary() + &self.run.quoted_notes()
+    }
+
     fn finish(mut self) -> Result<ExitCode> {
         if self.options.divide > 1 {
             self.run.notes.push(format!("Only a {}th of the keys: do not quote these figures.", self.options.divide));
@@ -268,21 +276,8 @@ impl Bench {
             );
             self.run.notes.push(text);
         }
-        let notes: String = self.run.notes.iter().map(|note| format!("\n> {note}\n")).collect();
-        let summary = self.samples.summary() + &notes;
-        print!("{summary}");
-        let json = serde_json::json!({ "run": self.run, "samples": self.samples });
-        if let Some(path) = &self.options.json {
-            std::fs::write(path, serde_json::to_vec_pretty(&json)?)?;
-        }
-        if let Some(folder) = &self.options.out {
-            let files = [
-                ("raw.csv", self.samples.raw()),
-                ("summary.md", summary),
-                ("run.json", serde_json::to_string_pretty(&json)?),
-            ];
-            println!("\nkept in {}", self.run.keep_files(folder, &files)?.display());
-        }
+        print!("{}", self.summary());
+        self.options.keep.said(self.keep()?);
         Ok(if self.samples.keep_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }

@@ -9,17 +9,15 @@
 //! cargo run --release -p remora-bench --bin hand_offs -- --rounds 1 --servers redis --loads paced      # a look
 //! ```
 
-use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{self, JoinHandle};
+use std::sync::atomic::Ordering;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
 use remora_bench::suite::ServerChoice;
 use remora_bench::sync::{Compare, Content, Method, Outcome, Program, Result, Scene, Shape, Trial};
-use remora_bench::{Goal, Run, Sample, Spread, Target};
+use remora_bench::{Background, Goal, Keep, Run, Sample, Spread, Target, distinct};
 use remora_lab::process::Process;
 use remora_lab::workload::{self, Workload};
 use remora_lab::{Client, Kind, Server};
@@ -49,9 +47,8 @@ struct Options {
     /// When to compare the replicas with the primary, by digest.
     #[arg(long, default_value = "first")]
     compare: Compare,
-    /// Keep the run in a new folder below this one.
-    #[arg(long)]
-    out: Option<PathBuf>,
+    #[command(flatten)]
+    keep: Keep,
 }
 
 /// What clients write while the replicas are made.
@@ -98,8 +95,7 @@ fn main() -> Result<ExitCode> {
         measure(&options, &program, server.kind(), &mut run)?;
         judge(server.kind(), &mut run);
     }
-    run.finish(options.out.as_deref(), None)?;
-    Ok(if run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(options.keep.finish(&run)?)
 }
 
 fn measure(options: &Options, program: &Program, kind: Kind, run: &mut Run) -> Result<()> {
@@ -158,14 +154,9 @@ impl Seen {
             ("MiB written meanwhile", self.written as f64 / f64::from(1 << 20)),
         ];
         let waited = self.waited.map(|waited| (WAITED, f64::from(u8::from(waited))));
-        run.samples.extend(figures.into_iter().chain(waited).map(|(what, value)| Sample {
-            subject: kind.to_string(),
-            case: format!("{}: {what}", load.name()),
-            round,
-            value,
-            reader_cpu_seconds: self.agents_cpu - self.source_cpu,
-            source_cpu_seconds: self.source_cpu,
-            gigabytes: self.written as f64 / 1e9,
+        run.samples.extend(figures.into_iter().chain(waited).map(|(what, value)| {
+            let sample = Sample::new(kind.to_string(), format!("{}: {what}", load.name()), round, value);
+            sample.cost(self.agents_cpu - self.source_cpu, self.source_cpu, self.written as f64 / 1e9)
         }));
     }
 }
@@ -173,7 +164,7 @@ impl Seen {
 fn play(scene: &mut Scene, options: &Options, load: Load, round: usize) -> Result<Seen> {
     let mut client = scene.primary().client()?;
     let before = Counters::read(&mut client)?;
-    let outputs = Outputs::watch(scene.primary())?;
+    let mut outputs = watch_outputs(scene.primary())?;
     let mut writer = Some(Writer::start(load, scene.primary(), round)?);
     let trial = Trial {
         method: options.method,
@@ -196,7 +187,7 @@ fn play(scene: &mut Scene, options: &Options, load: Load, round: usize) -> Resul
         seconds: outcome.seconds,
         full_copies: after.full - before.full,
         refused: after.refused - before.refused,
-        kept: outputs.stop()?,
+        kept: outputs.end().ok_or("the thread that watches outputs panicked")??,
         waited,
         written: after.offset.saturating_sub(before.offset),
         source_cpu: outcome.source_cpu,
@@ -207,17 +198,12 @@ fn play(scene: &mut Scene, options: &Options, load: Load, round: usize) -> Resul
 /// One goal for each load and promise. The worst round counts, so it is the only value of the goal.
 fn judge(kind: Kind, run: &mut Run) {
     let subject = kind.to_string();
-    let mut cases: Vec<String> = Vec::new();
-    for sample in run.samples.iter().filter(|sample| sample.subject == subject) {
-        if !cases.contains(&sample.case) {
-            cases.push(sample.case.clone());
-        }
-    }
+    let of_server = run.samples.iter().filter(|sample| sample.subject == subject);
+    let cases = distinct(of_server.map(|sample| sample.case.clone()));
     let is_judged = |case: &&String| !case.starts_with(&format!("{}: ", Load::Endless.name()));
     for case in cases.iter().filter(is_judged) {
         let Some((_, most)) = PROMISES.iter().find(|(what, _)| case.ends_with(what)) else { continue };
-        let of_case = run.samples.iter().filter(|sample| sample.subject == subject && sample.case == *case);
-        let worst = of_case.map(|sample| sample.value).fold(f64::NEG_INFINITY, f64::max);
+        let worst = run.of(&subject, case).map(|sample| sample.value).fold(f64::NEG_INFINITY, f64::max);
         let goal = Goal { what: format!("{subject}, {case}"), target: Target::most(*most), value: Spread::of([worst]) };
         run.goals.push(goal);
     }
@@ -243,49 +229,27 @@ impl Counters {
 }
 
 /// Watches how much output the primary keeps for its replica links, of which the source's pin is one.
-struct Outputs {
-    is_over: Arc<AtomicBool>,
-    thread: JoinHandle<Result<u64>>,
-}
-
-impl Outputs {
-    fn watch(primary: &Server) -> Result<Outputs> {
-        let mut client = primary.client()?;
-        let is_over = Arc::new(AtomicBool::new(false));
-        let ended = Arc::clone(&is_over);
-        let thread = thread::spawn(move || {
-            let mut most = 0;
-            while !ended.load(Ordering::Relaxed) {
-                let list = client.text(&["CLIENT", "LIST", "TYPE", "replica"])?;
-                let outputs =
-                    list.split_whitespace().filter_map(|word| word.strip_prefix("omem=")?.parse::<u64>().ok());
-                most = outputs.fold(most, u64::max);
-                thread::sleep(OUTPUT_POLL);
-            }
-            Ok(most)
-        });
-        Ok(Outputs { is_over, thread })
-    }
-
-    fn stop(self) -> Result<u64> {
-        self.is_over.store(true, Ordering::Relaxed);
-        self.thread.join().map_err(|_| "the thread that watches outputs panicked")?
-    }
+fn watch_outputs(primary: &Server) -> Result<Background<Result<u64>>> {
+    let mut client = primary.client()?;
+    Ok(Background::start(move |is_over| {
+        let mut most = 0;
+        while !is_over.load(Ordering::Relaxed) {
+            let list = client.text(&["CLIENT", "LIST", "TYPE", "replica"])?;
+            let outputs = list.split_whitespace().filter_map(|word| word.strip_prefix("omem=")?.parse::<u64>().ok());
+            most = outputs.fold(most, u64::max);
+            thread::sleep(OUTPUT_POLL);
+        }
+        Ok(most)
+    }))
 }
 
 /// The clients that write.
 enum Writer {
     /// Values of one size, [`WRITES_PER_SECOND`] of them.
-    Values {
-        is_over: Arc<AtomicBool>,
-        thread: JoinHandle<Result<()>>,
-    },
+    Values(Background<Result<()>>),
     Every(Workload),
     /// [`BURST_COMMANDS`] of `redis-benchmark`, from the fork on.
-    Burst {
-        is_over: Arc<AtomicBool>,
-        thread: JoinHandle<Result<()>>,
-    },
+    Burst(Background<Result<()>>),
     Benchmark(Process),
 }
 
@@ -306,9 +270,7 @@ impl Writer {
 
     fn values(primary: &Server, bytes: usize) -> Result<Writer> {
         let mut client = primary.client()?;
-        let is_over = Arc::new(AtomicBool::new(false));
-        let ended = Arc::clone(&is_over);
-        let thread = thread::spawn(move || {
+        Ok(Writer::Values(Background::start(move |ended| {
             let value = vec![b'v'; bytes];
             let (begun, mut written) = (Instant::now(), 0u64);
             while !ended.load(Ordering::Relaxed) {
@@ -325,16 +287,13 @@ impl Writer {
                 written = upto;
             }
             Ok(())
-        });
-        Ok(Writer::Values { is_over, thread })
+        })))
     }
 
     fn burst(primary: &Server) -> Result<Writer> {
         let mut client = primary.client()?;
         let command = benchmark(primary, BURST_COMMANDS);
-        let is_over = Arc::new(AtomicBool::new(false));
-        let ended = Arc::clone(&is_over);
-        let thread = thread::spawn(move || {
+        Ok(Writer::Burst(Background::start(move |ended| {
             while client.info("persistence")?.get("rdb_bgsave_in_progress") != Some("1") {
                 if ended.load(Ordering::Relaxed) {
                     return Err("the primary has not forked, so nothing was written".into());
@@ -346,8 +305,7 @@ impl Writer {
                 Some(status) if status.success() => Ok(()),
                 other => Err(format!("redis-benchmark did not end well: {other:?}").into()),
             }
-        });
-        Ok(Writer::Burst { is_over, thread })
+        })))
     }
 
     fn benchmark(primary: &Server) -> Result<Writer> {
@@ -358,8 +316,8 @@ impl Writer {
     /// Whether it writes no more. `None`: it is to end by itself, so that says nothing.
     fn is_over(&mut self) -> Option<bool> {
         match self {
-            Writer::Values { thread, .. } => Some(thread.is_finished()),
-            Writer::Burst { .. } => None,
+            Writer::Values(thread) => Some(thread.is_finished()),
+            Writer::Burst(_) => None,
             Writer::Every(workload) => Some(workload.is_over()),
             Writer::Benchmark(process) => Some(!matches!(process.ended(), Ok(None))),
         }
@@ -367,9 +325,8 @@ impl Writer {
 
     fn stop(self) -> Result<()> {
         match self {
-            Writer::Values { is_over, thread } | Writer::Burst { is_over, thread } => {
-                is_over.store(true, Ordering::Relaxed);
-                thread.join().map_err(|_| "the writing thread panicked")?
+            Writer::Values(mut thread) | Writer::Burst(mut thread) => {
+                thread.end().ok_or("the writing thread panicked")?
             }
             Writer::Every(workload) => Ok(workload.stop().map(drop)?),
             Writer::Benchmark(mut process) => Ok(process.kill().map(drop)?),

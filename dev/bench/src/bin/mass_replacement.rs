@@ -5,14 +5,13 @@
 //! cargo run --release -p remora-bench --bin mass_replacement -- --rounds 3 --out bench/runs
 //! ```
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
 use remora_bench::mass::{COPIES, FORKS, FULL, Mass, REPLICAS, Replaced, SECONDS, SHARDS, VALUE_BYTES, Way, case};
 use remora_bench::suite::ServerChoice;
 use remora_bench::sync::{Compare, Program, Result};
-use remora_bench::{Run, Sample, bytes};
+use remora_bench::{Goal, Keep, Run, Sample, Spread, Target, bytes};
 use remora_lab::{BitRate, Kind};
 
 /// Mass replacement of a cluster's replicas. Exits with 1 if a target is missed.
@@ -40,9 +39,8 @@ struct Options {
     /// When to compare the replicas with their primaries, by digest.
     #[arg(long, default_value = "every")]
     compare: Compare,
-    /// Keep the run in a new folder below this one.
-    #[arg(long)]
-    out: Option<PathBuf>,
+    #[command(flatten)]
+    keep: Keep,
 }
 
 fn main() -> Result<ExitCode> {
@@ -60,8 +58,7 @@ fn main() -> Result<ExitCode> {
     for server in options.servers.clone() {
         measure(&options, &program, server.kind(), &mut run)?;
     }
-    run.finish(options.out.as_deref(), None)?;
-    Ok(if run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(options.keep.finish(&run)?)
 }
 
 fn measure(options: &Options, program: &Program, kind: Kind, run: &mut Run) -> Result<()> {
@@ -93,10 +90,8 @@ fn measure(options: &Options, program: &Program, kind: Kind, run: &mut Run) -> R
             run.compare_less((ours.name(), &seconds), (rival.name(), &seconds), target);
         }
         let forks = case(kind, FORKS);
-        let most = run.samples.iter().filter(|sample| sample.subject == ours.name() && sample.case == forks);
-        let value = remora_bench::Spread::of(most.map(|sample| sample.value));
-        let what = format!("{}, {forks}", ours.name());
-        run.goals.push(remora_bench::Goal { what, target: remora_bench::Target::most(1.0), value });
+        let value = Spread::of(run.of(ours.name(), &forks).map(|sample| sample.value));
+        run.goals.push(Goal { what: format!("{}, {forks}", ours.name()), target: Target::most(1.0), value });
     }
     Ok(())
 }
@@ -106,15 +101,8 @@ fn note(run: &mut Run, kind: Kind, way: Way, round: usize, replaced: Replaced, b
     let figures =
         [(SECONDS, seconds), (COPIES, sent as f64 / bytes as f64), (FORKS, forks as f64), (FULL, full_copies as f64)];
     for (what, value) in figures {
-        run.samples.push(Sample {
-            subject: way.name().to_owned(),
-            case: case(kind, what),
-            round,
-            value,
-            reader_cpu_seconds: agents_cpu,
-            source_cpu_seconds: primaries_cpu,
-            gigabytes: bytes as f64 * SHARDS as f64 / 1e9,
-        });
+        let sample = Sample::new(way.name(), case(kind, what), round, value);
+        run.samples.push(sample.cost(agents_cpu, primaries_cpu, bytes as f64 * SHARDS as f64 / 1e9));
     }
 }
 

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use remora_bench::source::{CopyPlace, CopyServer, new_volume};
-use remora_bench::{Run, Sample, cpu, source};
+use remora_bench::{Keep, Run, Sample, cpu, source};
 use remora_files::Files;
 use remora_files::mount::MountedFiles;
 use remora_files::names::New;
@@ -48,12 +48,8 @@ struct Options {
     /// Threads that read `/dev/fuse`; by default as many as there are processors.
     #[arg(long)]
     threads: Option<usize>,
-    /// Keep the run in a new folder below this one.
-    #[arg(long)]
-    out: Option<PathBuf>,
-    /// Write everything as JSON to this file.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    keep: Keep,
 }
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -81,9 +77,8 @@ fn main() -> Result<ExitCode, Failure> {
             for turn in 0..SUBJECTS.len() {
                 let place = (round + turn) % SUBJECTS.len();
                 let figures = measure(&places[place], (options.files, directories), &servers)?;
-                let kept =
-                    figures.into_iter().map(|(what, value)| sample(SUBJECTS[place], what, directories, round, value));
-                run.samples.extend(kept);
+                let of = |(what, value)| Sample::new(SUBJECTS[place], case(what, directories), round, value);
+                run.samples.extend(figures.map(of));
             }
         }
     }
@@ -95,8 +90,7 @@ fn main() -> Result<ExitCode, Failure> {
             cases.iter().for_each(|case| run.compare_less((VOLUME, case), (rival, case), None));
         }
     }
-    run.finish(options.out.as_deref(), options.json.as_deref())?;
-    Ok(ExitCode::SUCCESS)
+    Ok(options.keep.finish(&run)?)
 }
 
 /// The volume's files. What they are mounted by is dropped before the servers.
@@ -149,11 +143,6 @@ fn create_if_asked() -> Result<(), Failure> {
 
 fn case(what: &str, directories: usize) -> String {
     format!("{what}, {directories} {}", if directories == 1 { "directory" } else { "directories" })
-}
-
-fn sample(subject: &str, what: &str, directories: usize, round: usize, value: f64) -> Sample {
-    let (subject, case) = (subject.to_owned(), case(what, directories));
-    Sample { subject, case, round, value, reader_cpu_seconds: 0.0, source_cpu_seconds: 0.0, gigabytes: 0.0 }
 }
 
 const VOLUME: &str = "volume";

@@ -31,7 +31,7 @@ use clap::Parser;
 use remora_bench::source::{CopyPlace, CopyServer, new_volume};
 use remora_bench::suite::volume::Place as FilePlace;
 use remora_bench::suite::volume::cases::Subject;
-use remora_bench::{Run, Sample, bytes, cpu, source};
+use remora_bench::{Keep, Run, Sample, bytes, cpu, source};
 use remora_lab::process::Process;
 use remora_nbd::device::MemoryDevice;
 use remora_nbd::{Address, Offer, Server, ServerOptions};
@@ -58,12 +58,8 @@ struct Options {
     /// Length of the device in MiB.
     #[arg(long, default_value_t = 256)]
     device_mib: u64,
-    /// Keep the run in a new folder below this one.
-    #[arg(long)]
-    out: Option<PathBuf>,
-    /// Write everything as JSON to this file.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    keep: Keep,
 }
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
@@ -119,8 +115,7 @@ fn main() -> Result<ExitCode, Failure> {
             run.compare((THREE_COPIES, &case.name()), (GLUSTER, &case.name()), case.promise_beside_gluster());
         }
     }
-    run.finish(options.out.as_deref(), options.json.as_deref())?;
-    Ok(if run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(options.keep.finish(&run)?)
 }
 
 /// The same program again, as the server: until its standard input ends.
@@ -276,15 +271,9 @@ impl Rival {
         let client = (cpu::of_ended_children()? - client_before).as_secs_f64();
         let figures = &said["jobs"][0][verb];
         let number = |name: &str| figures[name].as_f64().ok_or(format!("fio printed no {name}: {figures}"));
-        Ok(Sample {
-            subject: self.name.to_owned(),
-            case: case.name(),
-            round,
-            value: number("iops")?,
-            reader_cpu_seconds: client,
-            source_cpu_seconds: self.cpu_seconds()? - server_before,
-            gigabytes: number("io_bytes")? / 1e9,
-        })
+        let served = self.cpu_seconds()? - server_before;
+        let sample = Sample::new(self.name, case.name(), round, number("iops")?);
+        Ok(sample.cost(client, served, number("io_bytes")? / 1e9))
     }
 
     /// Runs fio, and returns its report.

@@ -12,16 +12,14 @@ use std::{
     collections::VecDeque,
     hint::black_box,
     io,
-    net::TcpListener,
-    path::PathBuf,
-    process::{Child, Command, ExitCode, Stdio},
+    process::ExitCode,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use clap::Parser;
-use remora_bench::source::{Ends, Source, SourceOptions, be_the_source_if_asked, warm_memory};
-use remora_bench::{Run, Sample, bytes, cpu};
+use remora_bench::source::{Ends, Source, SourceOptions, Stream, be_the_source_if_asked, iperf3, warm_memory};
+use remora_bench::{Keep, Run, Sample, bytes, cpu};
 use remora_fabric::{Completion, Memory, Peer, ReadRequest};
 
 /// Read bandwidth of shm and tcp against memcpy and iperf3. Exits with 1 if a target ratio is missed.
@@ -45,23 +43,10 @@ struct Options {
     /// Length of the region in MiB.
     #[arg(long, default_value_t = 512)]
     region_mib: u64,
-    /// Congestion control of both tcp and iperf3; by default the system's.
-    #[arg(long)]
-    congestion: Option<String>,
-    /// Send with sendfile(2) at the source.
-    #[arg(long)]
-    send_file: bool,
-    /// Lanes per peer.
-    #[arg(long, default_value_t = 1)]
-    lanes: u8,
     #[command(flatten)]
     rdma: Ends,
-    /// Keep the run in a new folder below this one.
-    #[arg(long)]
-    out: Option<PathBuf>,
-    /// Write everything as JSON to this file.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    keep: Keep,
 }
 
 fn main() -> Result<ExitCode, Box<dyn std::error::Error>> {
@@ -73,8 +58,7 @@ fn main() -> Result<ExitCode, Box<dyn std::error::Error>> {
         bench.round(round)?;
     }
     bench.compare();
-    bench.run.finish(options.out.as_deref(), options.json.as_deref())?;
-    Ok(if bench.run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(options.keep.finish(&bench.run)?)
 }
 
 struct Bench<'a> {
@@ -95,30 +79,15 @@ impl Bench<'_> {
         if largest > region_bytes {
             return Err("a read does not fit into the region: give a larger --region-mib".into());
         }
-        let congestion = options.congestion.clone();
-        let wish = SourceOptions {
-            region_bytes,
-            congestion,
-            send_file: options.send_file,
-            lanes: options.lanes,
-            depth,
-            rdma: options.rdma.clone(),
-        };
-        let mut run = Run::new("read_bandwidth", "GB/s");
-        let has_iperf3 = Command::new("iperf3").arg("--version").output().is_ok_and(|output| output.status.success());
-        if !has_iperf3 && options.transports.iter().any(|name| name == "tcp") {
-            let note =
-                "iperf3 IS NOT INSTALLED: tcp was measured without its rival, so its target could not be checked";
-            eprintln!("{note}");
-            run.notes.push(note.to_owned());
-        }
+        let wish = SourceOptions { region_bytes, depth, rdma: options.rdma.clone() };
+        let run = Run::new("read_bandwidth", "GB/s");
         Ok(Bench {
             options,
             run,
             source: Source::start(&wish)?,
             sink: warm_memory("bench-sink", largest * depth as u64)?,
             plain: (0..region_bytes).map(|byte| (byte / 4096 % 251) as u8).collect(),
-            has_iperf3,
+            has_iperf3: true,
         })
     }
 
@@ -146,8 +115,15 @@ impl Bench<'_> {
                 }
             }
             if self.measures("tcp") && self.has_iperf3 && size == IPERF3_BYTES {
-                let iperf3 = iperf3(self.options)?;
-                self.note("iperf3 -l", size, 0, round, iperf3);
+                match iperf3(Duration::from_millis(self.options.millis), &["-l", "1M"])? {
+                    Some(stream) => self.note("iperf3 -l", size, 0, round, stream.into()),
+                    None => {
+                        self.has_iperf3 = false;
+                        let note =
+                            "iperf3 IS NOT INSTALLED: tcp was measured without its rival, so no target is checked";
+                        self.run.notes.push(note.to_owned());
+                    }
+                }
             }
         }
         Ok(())
@@ -210,15 +186,9 @@ impl Bench<'_> {
 
     fn note(&mut self, subject: &str, size: u32, depth: usize, round: usize, figures: Figures) {
         let gigabytes = figures.bytes as f64 / 1e9;
-        self.run.samples.push(Sample {
-            subject: subject.to_owned(),
-            case: case(size, depth),
-            round,
-            value: gigabytes / figures.elapsed.as_secs_f64(),
-            reader_cpu_seconds: figures.reader_cpu.as_secs_f64(),
-            source_cpu_seconds: figures.source_cpu.as_secs_f64(),
-            gigabytes,
-        });
+        let sample = Sample::new(subject, case(size, depth), round, gigabytes / figures.elapsed.as_secs_f64());
+        let (reader, source) = (figures.reader_cpu.as_secs_f64(), figures.source_cpu.as_secs_f64());
+        self.run.samples.push(sample.cost(reader, source, gigabytes));
     }
 
     fn compare(&mut self) {
@@ -294,50 +264,11 @@ fn pump(
     Ok((count, began.elapsed()))
 }
 
-/// Runs iperf3 once on loopback, for the same time.
-fn iperf3(options: &Options) -> Result<Figures, Box<dyn std::error::Error>> {
-    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port().to_string();
-    let server =
-        Command::new("iperf3").args(["-s", "-1", "-B", "127.0.0.1", "-p", &port]).stdout(Stdio::null()).spawn()?;
-    let _server = Reaped(server);
-    let seconds = options.millis.div_ceil(1000).max(1).to_string();
-    let mut client = Command::new("iperf3");
-    client.args(["-c", "127.0.0.1", "-p", &port, "-l", "1M", "-J", "-t", &seconds]);
-    if let Some(name) = &options.congestion {
-        client.args(["-C", name]);
-    }
-    if options.send_file {
-        client.arg("-Z");
-    }
-    // Until the server listens.
-    let deadline = Instant::now() + Duration::from_secs(5);
-    let report: serde_json::Value = loop {
-        let report = serde_json::from_slice(&client.output()?.stdout).unwrap_or_default();
-        match &report {
-            serde_json::Value::Object(found) if !found.contains_key("error") => break report,
-            found if Instant::now() > deadline => return Err(format!("iperf3 failed: {found}").into()),
-            _ => std::thread::sleep(Duration::from_millis(20)),
-        }
-    };
-    let end = &report["end"];
-    let number = |value: &serde_json::Value| value.as_f64().ok_or("iperf3 left out a figure");
-    let elapsed = number(&end["sum_received"]["seconds"])?;
-    let busy = |side: &str| Ok::<_, &str>(number(&end["cpu_utilization_percent"][side])? / 100.0 * elapsed);
-    Ok(Figures {
-        bytes: number(&end["sum_received"]["bytes"])? as u64,
-        elapsed: Duration::from_secs_f64(elapsed),
-        reader_cpu: Duration::from_secs_f64(busy("remote_total")?),
-        source_cpu: Duration::from_secs_f64(busy("host_total")?),
-    })
-}
-
-/// A child that ends with its owner.
-struct Reaped(Child);
-
-impl Drop for Reaped {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+impl From<Stream> for Figures {
+    fn from(stream: Stream) -> Figures {
+        let [elapsed, reader_cpu, source_cpu] =
+            [stream.seconds, stream.receiver_cpu, stream.sender_cpu].map(Duration::from_secs_f64);
+        Figures { bytes: stream.bytes as u64, elapsed, reader_cpu, source_cpu }
     }
 }
 

@@ -14,7 +14,6 @@
 use std::{
     hint::black_box,
     io::{Read, Write},
-    path::PathBuf,
     process::ExitCode,
     sync::Arc,
     time::{Duration, Instant},
@@ -22,7 +21,7 @@ use std::{
 
 use clap::Parser;
 use remora_bench::source::{Ends, Source, SourceOptions, be_the_source_if_asked, warm_memory};
-use remora_bench::{Run, Sample, bytes, cpu, quantile};
+use remora_bench::{Keep, Run, Sample, bytes, cpu, quantile};
 use remora_fabric::{Completion, Memory, Peer, ReadRequest};
 
 /// Latency of single reads of shm and tcp against memcpy and plain blocking sockets.
@@ -43,17 +42,10 @@ struct Options {
     /// Length of the region in MiB.
     #[arg(long, default_value_t = 256)]
     region_mib: u64,
-    /// Congestion control of tcp; by default the system's.
-    #[arg(long)]
-    congestion: Option<String>,
     #[command(flatten)]
     rdma: Ends,
-    /// Keep the run in a new folder below this one.
-    #[arg(long)]
-    out: Option<PathBuf>,
-    /// Write everything as JSON to this file.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    keep: Keep,
 }
 
 fn main() -> Result<ExitCode, Box<dyn std::error::Error>> {
@@ -67,8 +59,7 @@ fn main() -> Result<ExitCode, Box<dyn std::error::Error>> {
         }
     }
     bench.compare();
-    bench.run.finish(options.out.as_deref(), options.json.as_deref())?;
-    Ok(if bench.run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(options.keep.finish(&bench.run)?)
 }
 
 type Failure = Box<dyn std::error::Error>;
@@ -89,14 +80,7 @@ impl Bench<'_> {
         if largest == 0 || largest > region_bytes {
             return Err("a read must have bytes and fit into the region: give a larger --region-mib".into());
         }
-        let wish = SourceOptions {
-            region_bytes,
-            congestion: options.congestion.clone(),
-            send_file: false,
-            lanes: 1,
-            depth: 1,
-            rdma: options.rdma.clone(),
-        };
+        let wish = SourceOptions { region_bytes, depth: 1, rdma: options.rdma.clone() };
         Ok(Bench {
             options,
             run: Run::new("read_latency", "µs"),
@@ -160,15 +144,9 @@ impl Bench<'_> {
         let Figures { sorted_micros, reader_cpu } = figures;
         let gigabytes = sorted_micros.len() as f64 * f64::from(size) / 1e9;
         for (percent, suffix) in [(0.5, ""), (0.99, ", p99")] {
-            self.run.samples.push(Sample {
-                subject: subject.to_owned(),
-                case: format!("{}{suffix}", bytes(size.into())),
-                round,
-                value: quantile(&sorted_micros, percent).unwrap_or(f64::NAN),
-                reader_cpu_seconds: reader_cpu.as_secs_f64(),
-                source_cpu_seconds,
-                gigabytes,
-            });
+            let value = quantile(&sorted_micros, percent).unwrap_or(f64::NAN);
+            let sample = Sample::new(subject, format!("{}{suffix}", bytes(size.into())), round, value);
+            self.run.samples.push(sample.cost(reader_cpu.as_secs_f64(), source_cpu_seconds, gigabytes));
         }
     }
 

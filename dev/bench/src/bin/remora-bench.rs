@@ -12,9 +12,9 @@
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use remora_bench::messenger;
 use remora_bench::suite::{feel, report, syncs, volume};
 use remora_bench::sync::Result;
+use remora_bench::{elsewhere, messenger};
 
 /// Measures, keeps and prints the tables of the benchmarks page.
 #[derive(Debug, Parser)]
@@ -37,6 +37,8 @@ enum Command {
     /// Mount files in this process's memory: the floor of `volume`.
     #[command(hide = true)]
     MemoryFiles(volume::MemoryOptions),
+    /// Measure a bit of everything on a machine that has only the archive of `make bench-elsewhere`.
+    Elsewhere(elsewhere::Options),
     /// Write tables and plots from kept runs into bench/report.md.
     Report(report::Options),
 }
@@ -48,6 +50,7 @@ fn main() -> Result<ExitCode> {
         Command::Messenger(options) => messenger::rate::run(&options),
         Command::Volume(options) => volume::run(&options),
         Command::MemoryFiles(options) => volume::serve_memory(&options),
+        Command::Elsewhere(options) => elsewhere::run(&options),
         Command::Report(options) => report::run(&options),
     }?;
     Ok(if is_well { ExitCode::SUCCESS } else { ExitCode::FAILURE })

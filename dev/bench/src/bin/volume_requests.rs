@@ -16,7 +16,6 @@
 //! ```
 
 use std::hint::black_box;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,7 +24,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use clap::{Parser, ValueEnum};
 use remora_bench::source::{CopyPlace, CopyServer, new_volume};
-use remora_bench::{Run, Sample, cpu, source};
+use remora_bench::{Keep, Run, Sample, cpu, source};
 use remora_lab::net::Link;
 use remora_lab::{Host, Net, Shape as Cable};
 use remora_messenger::Address;
@@ -46,12 +45,8 @@ struct Options {
     /// What to measure.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "cost,copy,window,chain,stall")]
     scenes: Vec<SceneName>,
-    /// Keep the run in a new folder below this one.
-    #[arg(long)]
-    out: Option<PathBuf>,
-    /// Write everything as JSON to this file.
-    #[arg(long)]
-    json: Option<PathBuf>,
+    #[command(flatten)]
+    keep: Keep,
 }
 
 impl Options {
@@ -103,19 +98,14 @@ fn main() -> Result<ExitCode, Failure> {
             run.samples.extend(scene.measure(round)?);
         }
         scene.compare(&mut run);
+        // A run that is ended has what it has measured.
+        options.keep.keep(&run)?;
     }
-    run.finish(options.out.as_deref(), options.json.as_deref())?;
-    Ok(if run.keeps_promises() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(options.keep.finish(&run)?)
 }
 
 fn boxed(scene: impl Scene + 'static) -> Box<dyn Scene> {
     Box::new(scene)
-}
-
-/// A figure without processor time.
-fn sample(subject: &str, case: &str, round: usize, value: f64) -> Sample {
-    let (subject, case) = (subject.to_owned(), case.to_owned());
-    Sample { subject, case, round, value, reader_cpu_seconds: 0.0, source_cpu_seconds: 0.0, gigabytes: 0.0 }
 }
 
 /// What was promised, as a subject that figures are compared with.
@@ -216,10 +206,13 @@ impl Cables {
 
 impl Scene for Cables {
     fn measure(&mut self, round: usize) -> Result<Vec<Sample>, Failure> {
-        let mut samples = vec![sample(PROMISED, BYTES_OUT, round, CHAIN_BYTES_MOST)];
+        let mut samples = vec![Sample::new(PROMISED, BYTES_OUT, round, CHAIN_BYTES_MOST)];
         for (name, writes) in [(INLINE, Writes::Inline), (STAR, Writes::Pulled), (CHAIN, Writes::Chain)] {
             let (rate, bytes) = self.by(writes)?;
-            samples.extend([sample(name, CHAIN_WRITES, round, rate / 1e6), sample(name, BYTES_OUT, round, bytes)]);
+            samples.extend([
+                Sample::new(name, CHAIN_WRITES, round, rate / 1e6),
+                Sample::new(name, BYTES_OUT, round, bytes),
+            ]);
         }
         Ok(samples)
     }
@@ -282,7 +275,7 @@ const WRITE_COST_LIMIT: f64 = 20.0;
 
 impl Scene for Cost {
     fn measure(&mut self, round: usize) -> Result<Vec<Sample>, Failure> {
-        let mut samples = vec![sample(PROMISED, WRITE_COST, round, WRITE_COST_LIMIT)];
+        let mut samples = vec![Sample::new(PROMISED, WRITE_COST, round, WRITE_COST_LIMIT)];
         let data = Bytes::from(vec![9; BLOCK_BYTES]);
         for (name, server, volume) in &self.subjects {
             let (client, served) = (cpu::of_self()?, server.process.cpu_seconds()?);
@@ -294,13 +287,9 @@ impl Scene for Cost {
             let seconds = began.elapsed().as_secs_f64();
             let (client, served) = ((cpu::of_self()? - client).as_secs_f64(), server.process.cpu_seconds()? - served);
             let per_write = (client + served) * 1e6 / f64::from(count);
-            let costs = Sample {
-                reader_cpu_seconds: client,
-                source_cpu_seconds: served,
-                gigabytes: f64::from(count) * BLOCK_BYTES as f64 / 1e9,
-                ..sample(name, WRITE_COST, round, per_write)
-            };
-            samples.extend([costs, sample(name, "write 4 KiB × 1, a second", round, f64::from(count) / seconds)]);
+            let gigabytes = f64::from(count) * BLOCK_BYTES as f64 / 1e9;
+            samples.push(Sample::new(*name, WRITE_COST, round, per_write).cost(client, served, gigabytes));
+            samples.push(Sample::new(*name, "write 4 KiB × 1, a second", round, f64::from(count) / seconds));
         }
         Ok(samples)
     }
@@ -366,7 +355,9 @@ impl Scene for Reading {
             black_box(&into);
             Ok(())
         })?;
-        Ok([(IN_PLACE, ours), (COPIED, copied)].map(|(who, rate)| sample(who, READ_RATE, round, rate / 1e9)).into())
+        Ok([(IN_PLACE, ours), (COPIED, copied)]
+            .map(|(who, rate)| Sample::new(who, READ_RATE, round, rate / 1e9))
+            .into())
     }
 
     fn compare(&self, run: &mut Run) {
@@ -479,9 +470,9 @@ impl Scene for Stalls {
 
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let limits = [(KILLED, KILLED_LIMIT), (HANGS, limit + HANGS_MORE)];
-        let mut samples: Vec<Sample> = limits.map(|(case, limit)| sample(PROMISED, case, round, ms(limit))).into();
+        let mut samples: Vec<Sample> = limits.map(|(case, limit)| Sample::new(PROMISED, case, round, ms(limit))).into();
         for (case, longest) in [(QUIET, quiet), (KILLED, killed), (HANGS, hangs)] {
-            samples.push(sample(OURS, case, round, ms(longest)));
+            samples.push(Sample::new(OURS, case, round, ms(longest)));
         }
         Ok(samples)
     }
@@ -553,11 +544,11 @@ impl Scene for Windows {
     fn measure(&mut self, round: usize) -> Result<Vec<Sample>, Failure> {
         let mut samples = Vec::new();
         for (size, volume) in &self.volumes {
-            samples.push(sample(size, WINDOW_WRITES, round, rate(volume, PACKET_BLOCKS, self.span)? / 1e6));
+            samples.push(Sample::new(*size, WINDOW_WRITES, round, rate(volume, PACKET_BLOCKS, self.span)? / 1e6));
         }
         let (_, most) = self.server.staging();
-        samples.push(sample(SERVER, STAGING, round, most as f64 / f64::from(1 << 20)));
-        samples.push(sample(PROMISED, STAGING, round, self.staging as f64 / f64::from(1 << 20)));
+        samples.push(Sample::new(SERVER, STAGING, round, most as f64 / f64::from(1 << 20)));
+        samples.push(Sample::new(PROMISED, STAGING, round, self.staging as f64 / f64::from(1 << 20)));
         Ok(samples)
     }
 

@@ -12,7 +12,6 @@ pub mod rate;
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -20,6 +19,7 @@ use remora_messenger::{Address, Options as Manner, Polling};
 use serde::{Deserialize, Serialize};
 
 use crate::source::Ends;
+use crate::{Keep, quantile};
 
 /// One case: the sizes and the number of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,12 +57,14 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    fn of(histogram: &Histogram, took: Duration, client_cpu: Duration, server_cpu: Duration) -> Outcome {
-        let at = |q| histogram.quantile(q).as_secs_f64() * 1e6;
+    fn of(times: Vec<Duration>, took: Duration, client_cpu: Duration, server_cpu: Duration) -> Outcome {
+        let mut micros: Vec<f64> = times.iter().map(|time| time.as_nanos() as f64 / 1e3).collect();
+        micros.sort_by(f64::total_cmp);
+        let at = |q| quantile(&micros, q).unwrap_or_default();
         Outcome {
-            requests: histogram.count(),
+            requests: micros.len() as u64,
             seconds: took.as_secs_f64(),
-            latency: [histogram.mean().as_secs_f64() * 1e6, at(0.5), at(0.99), at(0.999)],
+            latency: [micros.iter().sum::<f64>() / micros.len().max(1) as f64, at(0.5), at(0.99), at(0.999)],
             client_cpu: client_cpu.as_secs_f64(),
             server_cpu: server_cpu.as_secs_f64(),
         }
@@ -150,9 +152,6 @@ pub struct Options {
     /// The RDMA devices.
     #[command(flatten)]
     pub ends: Ends,
-    /// Leave out checksums over bodies.
-    #[arg(long)]
-    pub no_crc: bool,
     /// What an idle worker does: event, spin, or adaptive:MICROSECONDS.
     #[arg(long, default_value = "event")]
     pub polling: Poll,
@@ -175,15 +174,12 @@ pub struct Options {
     /// Instead of sending requests, open this many idle connections and report the memory of both sides.
     #[arg(long)]
     pub idle: Option<usize>,
-    /// Keep the run in a new folder below this one.
-    #[arg(long)]
-    pub out: Option<PathBuf>,
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub keep: Keep,
     /// A label at the end of that folder's name, for runs that are shown beside each other.
     #[arg(long)]
     pub label: Option<String>,
-    /// Write everything as JSON to this file.
-    #[arg(long)]
-    pub json: Option<PathBuf>,
     /// Run the same, with these options, between the two devices of an emulated machine (dev/lab/rdma-vm), on a host
     /// without RDMA.
     #[arg(long, conflicts_with_all = ["serve", "ask", "json", "rdma_source", "rdma_reader"])]
@@ -296,8 +292,7 @@ impl Options {
 
     /// The options of the client's messenger.
     fn manner(&self) -> Manner {
-        let mut manner =
-            Manner { workers: self.workers, summed: !self.no_crc, polling: self.polling.0, ..Manner::default() };
+        let mut manner = Manner { workers: self.workers, polling: self.polling.0, ..Manner::default() };
         manner.pool_bytes = self.pool_bytes.unwrap_or(manner.pool_bytes);
         manner.rdma.local = self.ends.rdma_reader;
         manner.rdma.wires.queue_depth = self.queue_depth.unwrap_or(manner.rdma.wires.queue_depth);
@@ -331,7 +326,6 @@ impl Options {
         arguments.extend(["--reply".to_owned(), case.reply.to_string()]);
         arguments.extend(["--workers".to_owned(), self.workers.to_string()]);
         arguments.extend(["--polling".to_owned(), self.polling.to_string()]);
-        arguments.extend(self.no_crc.then(|| "--no-crc".to_owned()));
         let numbers = [
             ("--pool-bytes", self.pool_bytes.map(|n| n.to_string())),
             ("--queue-depth", self.queue_depth.map(|n| n.to_string())),
@@ -378,91 +372,3 @@ const PROMISED: [(usize, usize, usize); 9] = [
     (1 << 20, 1, 32),
     (1 << 20, 16, 32),
 ];
-
-// A histogram of times with boxes of growing size: to within 3 % from a nanosecond to an hour, in a fixed 10 KiB,
-// without a lock.
-
-/// Counts of times.
-#[derive(Clone)]
-pub struct Histogram {
-    boxes: Vec<u64>,
-    count: u64,
-    sum: Duration,
-}
-
-impl Default for Histogram {
-    fn default() -> Histogram {
-        Histogram { boxes: vec![0; BOXES], count: 0, sum: Duration::ZERO }
-    }
-}
-
-impl Histogram {
-    /// Counts one time.
-    pub fn record(&mut self, time: Duration) {
-        let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        self.boxes[box_of(nanos).min(BOXES - 1)] += 1;
-        self.count += 1;
-        self.sum += time;
-    }
-
-    /// Adds the counts of another histogram.
-    pub fn add(&mut self, other: &Histogram) {
-        self.boxes.iter_mut().zip(&other.boxes).for_each(|(ours, theirs)| *ours += theirs);
-        self.count += other.count;
-        self.sum += other.sum;
-    }
-
-    /// The number of times counted.
-    pub fn count(&self) -> u64 {
-        self.count
-    }
-
-    /// The mean; zero if no time was counted.
-    pub fn mean(&self) -> Duration {
-        self.sum.checked_div(u32::try_from(self.count).unwrap_or(u32::MAX)).unwrap_or_default()
-    }
-
-    /// The time below which the share `q` of all times is.
-    pub fn quantile(&self, q: f64) -> Duration {
-        let wanted = (q * self.count as f64).ceil().max(1.0) as u64;
-        let mut seen = 0;
-        let found = self.boxes.iter().position(|count| {
-            seen += count;
-            seen >= wanted
-        });
-        Duration::from_nanos(found.map_or(0, middle_of))
-    }
-}
-
-/// Sixteen boxes for each doubling.
-fn box_of(nanos: u64) -> usize {
-    let doubling = nanos.max(STEPS).ilog2() - STEPS.ilog2();
-    (u64::from(doubling) * STEPS + (nanos >> doubling)) as usize
-}
-
-fn middle_of(at: usize) -> u64 {
-    let at = at as u64;
-    let doubling = (at / STEPS).saturating_sub(1);
-    let low = (at - doubling * STEPS) << doubling;
-    low + ((1 << doubling) >> 1)
-}
-
-const STEPS: u64 = 16;
-/// The greatest time is 2^44 ns, about five hours.
-const BOXES: usize = 16 * 42;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn quantiles_are_exact_to_within_their_boxes() {
-        let mut histogram = Histogram::default();
-        (1..=100_000).for_each(|nanos| histogram.record(Duration::from_nanos(nanos)));
-        for (q, truth) in [(0.5, 50_000.0), (0.99, 99_000.0), (0.001, 100.0)] {
-            let found = histogram.quantile(q).as_nanos() as f64;
-            assert!((found / truth - 1.0).abs() < 0.07, "{q}: {found}");
-        }
-        assert_eq!(histogram.mean(), Duration::from_nanos(50_000));
-    }
-}

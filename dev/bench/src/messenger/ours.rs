@@ -11,27 +11,20 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use rustix::event::epoll::{self, EventData, EventFlags};
-use serde_json::Value;
 use tempfile::TempDir;
 
-use super::{Case, Histogram, Outcome, Place, content};
+use super::{Case, Outcome, Place, content};
 use crate::cpu;
-use crate::source::Ends;
+use crate::source::{self, Ends};
 use remora_messenger::{Address, Connection, Delivery, Dispatcher, Message, Messenger, Options, Policy};
 
 /// Answers every request with `reply` bytes, until its standard input ends.
-///
-/// # Errors
-/// A system call failed.
 pub fn serve(address: &Address, reply: usize, options: &Options) -> io::Result<()> {
     let (_messenger, address) = listen(address, reply, options)?;
     answer_for_processor_time(&address.to_string())
 }
 
 /// Answers every request with `reply` bytes as long as the returned messenger exists; also returns its address.
-///
-/// # Errors
-/// A system call failed.
 pub fn listen(address: &Address, reply: usize, options: &Options) -> io::Result<(Messenger, Address)> {
     let answerer = Arc::new(Answerer { reply: Bytes::from(content(reply)) });
     let messenger = Messenger::new(Policy::stateless_server(), options, answerer)?;
@@ -54,9 +47,6 @@ impl Dispatcher for Answerer {
 }
 
 /// Sends requests for `time`.
-///
-/// # Errors
-/// The server cannot be reached, stops answering, or answers with another number of bytes.
 pub fn measure(server: &mut Server, case: &Case, time: Duration, options: &Options) -> io::Result<Outcome> {
     let asker = Arc::new(Asker::new(case));
     let messenger = Messenger::new(Policy::lossy_client(), options, asker.clone())?;
@@ -86,15 +76,11 @@ pub fn measure(server: &mut Server, case: &Case, time: Duration, options: &Optio
         let text = format!("the server answers with {reply} bytes, not {}: give both the same --reply", case.reply);
         return Err(io::Error::other(text));
     }
-    let mut histogram = Histogram::default();
-    asker.lanes.iter().for_each(|lane| histogram.add(&lock(lane).histogram));
-    Ok(Outcome::of(&histogram, took, spent.0, spent.1))
+    let times = asker.lanes.iter().flat_map(|lane| std::mem::take(&mut lock(lane).times)).collect();
+    Ok(Outcome::of(times, took, spent.0, spent.1))
 }
 
 /// Opens idle connections, and returns the memory of both sides in bytes.
-///
-/// # Errors
-/// The server cannot be reached.
 pub fn idle(server: &mut Server, connections: usize, options: &Options) -> io::Result<[u64; 2]> {
     let asker = Arc::new(Asker::new(&Case { connections, depth: 0, request: 0, reply: 0 }));
     let messenger = Messenger::new(Policy::lossy_client(), options, asker.clone())?;
@@ -122,12 +108,12 @@ struct Asker {
 /// The requests in flight on one connection, by index. Only the connection's worker accesses it during the run.
 struct Lane {
     asked: Vec<Instant>,
-    histogram: Histogram,
+    times: Vec<Duration>,
 }
 
 impl Asker {
     fn new(case: &Case) -> Asker {
-        let lane = || Mutex::new(Lane { asked: vec![Instant::now(); case.depth], histogram: Histogram::default() });
+        let lane = || Mutex::new(Lane { asked: vec![Instant::now(); case.depth], times: Vec::with_capacity(EXPECTED) });
         Asker {
             request: Bytes::from(content(case.request)),
             reply: case.reply,
@@ -201,7 +187,7 @@ impl Dispatcher for Asker {
         {
             let mut lane = lock(&self.lanes[at]);
             let asked = std::mem::replace(&mut lane.asked[place], now);
-            lane.histogram.record(now - asked);
+            lane.times.push(now - asked);
         }
         self.ask(connection, delivery.transaction);
     }
@@ -222,6 +208,9 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
+
+/// Replies of a connection for whose times there is room from the start.
+const EXPECTED: usize = 1 << 16;
 
 /// Kinds of messages: one asks for a reply of given length, the other for the nanoseconds of processor time used by the
 /// process.
@@ -269,9 +258,6 @@ impl Process {
 
 impl Server {
     /// Starts this program with these arguments, which make it call [`serve`]. `preload` is a library to preload.
-    ///
-    /// # Errors
-    /// It cannot be started, or prints no address.
     pub fn start(arguments: &[String], preload: Option<&str>) -> io::Result<Server> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args(arguments);
@@ -286,9 +272,6 @@ impl Server {
     }
 
     /// Starts a program with the protocol of [`serve`].
-    ///
-    /// # Errors
-    /// As [`Server::start`].
     pub fn start_program(command: &mut Command) -> io::Result<Server> {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let lost = || io::Error::other("a pipe of the server is missing");
@@ -315,17 +298,11 @@ impl Server {
     }
 
     /// Processor time used so far; zero if it runs elsewhere.
-    ///
-    /// # Errors
-    /// The process has ended.
     pub fn cpu(&mut self) -> io::Result<Duration> {
         Ok(Duration::from_secs_f64(self.ask()?.0))
     }
 
     /// Resident memory in bytes; zero if it runs elsewhere.
-    ///
-    /// # Errors
-    /// The process has ended.
     pub fn resident(&mut self) -> io::Result<u64> {
         Ok(self.ask()?.1)
     }
@@ -357,9 +334,6 @@ impl Drop for Process {
 }
 
 /// The child's side: prints the address, then answers until its input ends.
-///
-/// # Errors
-/// The output is closed.
 pub fn answer_for_processor_time(address: &str) -> io::Result<()> {
     println!("{address}");
     for line in io::stdin().lines() {
@@ -370,9 +344,6 @@ pub fn answer_for_processor_time(address: &str) -> io::Result<()> {
 }
 
 /// Resident memory of this process, in bytes.
-///
-/// # Errors
-/// `/proc` cannot be read.
 pub fn resident() -> io::Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -384,50 +355,19 @@ pub fn resident() -> io::Result<u64> {
 
 /// iperf3's rate with writes of the request's size: bytes per second in one direction without replies, as an
 /// [`Outcome`] whose requests are its writes. `None` if it is not installed.
-///
-/// # Errors
-/// It cannot be run, or its output cannot be parsed.
 pub fn iperf3(case: &Case, time: Duration) -> io::Result<Option<Outcome>> {
-    let port = free_port()?.to_string();
-    let server =
-        Command::new("iperf3").args(["-s", "-1", "-p", &port]).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-    let _server = match server {
-        Ok(child) => Reaped(child),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error),
-    };
-    let seconds = time.as_secs().max(1).to_string();
     let (streams, length) = (case.connections.to_string(), case.request.to_string());
-    for _ in 0..50 {
-        std::thread::sleep(Duration::from_millis(20)); // until it listens
-        let arguments = ["-c", "127.0.0.1", "-p", &port, "-t", &seconds, "-P", &streams, "-l", &length, "-J"];
-        let output = Command::new("iperf3").args(arguments).output()?;
-        if output.status.success() {
-            return parse_iperf3(&output.stdout, case).map(Some);
-        }
-    }
-    Err(io::Error::other("iperf3 cannot connect to its own server"))
-}
-
-fn parse_iperf3(json: &[u8], case: &Case) -> io::Result<Outcome> {
-    let end: Value = serde_json::from_slice(json)?;
-    let received = &end["end"]["sum_received"];
-    let share = &end["end"]["cpu_utilization_percent"];
-    let number = |value: &Value| value.as_f64().ok_or_else(|| io::Error::other("iperf3 printed no figures"));
-    let (bytes, seconds) = (number(&received["bytes"])?, number(&received["seconds"])?);
-    Ok(Outcome {
-        requests: (bytes / case.request as f64) as u64,
-        seconds,
+    let stream = source::iperf3(time, &["-P", &streams, "-l", &length])?;
+    Ok(stream.map(|stream| Outcome {
+        requests: (stream.bytes / case.request as f64) as u64,
+        seconds: stream.seconds,
         latency: [0.0; 4],
-        client_cpu: number(&share["host_total"])? / 100.0 * seconds,
-        server_cpu: number(&share["remote_total"])? / 100.0 * seconds,
-    })
+        client_cpu: stream.sender_cpu,
+        server_cpu: stream.receiver_cpu,
+    }))
 }
 
 /// perftest's SENDs between two RDMA devices: the typical round trip for one at a time, otherwise their rate.
-///
-/// # Errors
-/// It is not installed, or it failed.
 pub fn perftest(case: &Case, ends: &Ends) -> io::Result<Outcome> {
     let size = u32::try_from(case.request).unwrap_or(u32::MAX);
     if case.depth == 1 {
@@ -447,21 +387,6 @@ fn of_round_trip(latency: [f64; 4], time: Duration) -> Outcome {
 
 /// Number of round trips.
 const PERFTEST_ROUNDS: u64 = 1000;
-
-/// A port on which no process listens at the moment.
-fn free_port() -> io::Result<u16> {
-    Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
-}
-
-/// A child process that is ended when dropped.
-struct Reaped(Child);
-
-impl Drop for Reaped {
-    fn drop(&mut self) {
-        let _ = self.0.kill(); // it may have ended by itself
-        let _ = self.0.wait();
-    }
-}
 
 // The simplest rival: epoll, `recv` and `send`, one thread on each side, messages of known length without heads,
 // checksums or sessions. Messages that arrive together are answered together. It is the lowest possible cost of a
@@ -519,9 +444,6 @@ impl Pipe {
 }
 
 /// Serves until its standard input ends.
-///
-/// # Errors
-/// A system call failed.
 pub fn serve_raw(request: usize, reply: usize) -> io::Result<()> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?.to_string();
@@ -563,9 +485,6 @@ fn answer(listener: &TcpListener, request: usize, reply: usize) -> io::Result<()
 }
 
 /// Sends requests for `time`.
-///
-/// # Errors
-/// A system call failed.
 pub fn measure_raw(server: &mut Server, case: &Case, time: Duration) -> io::Result<Outcome> {
     let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
     let mut pipes = Vec::new();
@@ -576,7 +495,7 @@ pub fn measure_raw(server: &mut Server, case: &Case, time: Duration) -> io::Resu
     }
     let (mut buffer, content) = (vec![0; BUFFER_BYTES], content(BUFFER_BYTES.max(case.request)));
     let mut asked: Vec<std::collections::VecDeque<Instant>> = vec![Default::default(); case.connections];
-    let mut histogram = Histogram::default();
+    let mut times = Vec::with_capacity(EXPECTED * case.connections);
     let (server_before, before) = (server.cpu()?, cpu::of_self()?);
     let start = Instant::now();
     for (name, pipe) in pipes.iter_mut().enumerate() {
@@ -597,7 +516,7 @@ pub fn measure_raw(server: &mut Server, case: &Case, time: Duration) -> io::Resu
             now = Instant::now();
             for _ in 0..count {
                 let since = asked.pop_front().ok_or_else(|| io::Error::other("a reply without a request"))?;
-                histogram.record(now - since);
+                times.push(now - since);
                 asked.push_back(now);
             }
             pipe.owed += count * case.request;
@@ -605,7 +524,7 @@ pub fn measure_raw(server: &mut Server, case: &Case, time: Duration) -> io::Resu
         }
     }
     let took = start.elapsed();
-    Ok(Outcome::of(&histogram, took, cpu::of_self()? - before, server.cpu()? - server_before))
+    Ok(Outcome::of(times, took, cpu::of_self()? - before, server.cpu()? - server_before))
 }
 
 /// As much as the messenger receives at once.
@@ -622,9 +541,6 @@ pub struct ZeroMq {
 
 impl ZeroMq {
     /// Builds the program. `None` if that is not possible.
-    ///
-    /// # Errors
-    /// No temporary folder can be created.
     pub fn build() -> io::Result<Option<ZeroMq>> {
         let folder = tempfile::tempdir()?;
         let program = folder.path().join("zeromq");
@@ -636,9 +552,6 @@ impl ZeroMq {
 
     /// Measures one case, with one thread for the client and one for the server, besides the library's thread on each
     /// side.
-    ///
-    /// # Errors
-    /// The program fails, or its output cannot be parsed.
     pub fn measure(&self, case: &Case, time: Duration) -> io::Result<Outcome> {
         let mut server = Server::start_program(Command::new(&self.program).args(["serve", &case.reply.to_string()]))?;
         let numbers = [case.connections, case.depth, case.request, time.as_millis() as usize].map(|n| n.to_string());

@@ -12,14 +12,12 @@ use remora_lab::RdmaVm;
 use super::ours::Server;
 use super::ours::ZeroMq;
 use super::{BULK_BYTES, Case, Figure, MILLIS, Options, Outcome, Place, Subject, ours};
+use crate::processors::{self, Role};
 use crate::suite;
 use crate::sync::Result;
-use crate::{Goal, Run, Sample, Spread, Target, cpu};
+use crate::{Goal, Run, Sample, Spread, Target, cpu, distinct};
 
 /// Runs the subcommand.
-///
-/// # Errors
-/// A server cannot be reached, a rival's output cannot be parsed, or a file cannot be written.
 pub fn run(options: &Options) -> Result<bool> {
     if let Some(what) = &options.answer {
         return be_the_server(what, options).map(|()| true);
@@ -72,42 +70,20 @@ fn tell_idle(connections: usize, options: &Options) -> Result<bool> {
         let mut server = server_of(options, "tcp:127.0.0.1:0", &case)?;
         let resident = ours::idle(&mut server, connections, &options.manner())?;
         for (subject, bytes) in ["client", "server"].into_iter().zip(resident) {
-            run.samples.push(Sample {
-                subject: subject.to_owned(),
-                case: format!("{connections} idle connections"),
-                round,
-                value: bytes as f64 / f64::from(1 << 20),
-                reader_cpu_seconds: 0.0,
-                source_cpu_seconds: 0.0,
-                gigabytes: 0.0,
-            });
+            let case = format!("{connections} idle connections");
+            run.samples.push(Sample::new(subject, case, round, bytes as f64 / f64::from(1 << 20)));
         }
     }
     judge_idle(&mut run, connections);
-    run.finish(options.out.as_deref(), options.json.as_deref())?;
+    options.keep.finish(&run)?;
     Ok(run.keeps_promises())
 }
 
 /// Runs this command in an emulated machine that has RDMA devices.
 fn emulated(options: &Options) -> Result<bool> {
-    let mut machine = RdmaVm::ready()?.nodes(2).limit(EMULATED_TIME);
-    if let Some(out) = &options.out {
-        std::fs::create_dir_all(out)?;
-        machine = machine.writable(&out.canonicalize()?);
-    }
-    let program = std::env::current_exe()?.to_string_lossy().into_owned();
-    let typed = std::env::args().skip(1).filter(|word| word != "--emulated");
     let (reader, source) = (RdmaVm::address(0).to_string(), RdmaVm::address(1).to_string());
-    let devices = ["--rdma-reader".to_owned(), reader, "--rdma-source".to_owned(), source];
-    let command: Vec<String> = std::iter::once(program).chain(typed).chain(devices).collect();
-    let ran = machine.run(&command.iter().map(String::as_str).collect::<Vec<_>>())?;
-    print!("{}", String::from_utf8_lossy(&ran.stdout));
-    match ran.status.code() {
-        Some(0) => Ok(true),
-        // It has printed its figures, and one of them missed its target.
-        Some(1) if !ran.stdout.is_empty() => Ok(false),
-        _ => Err(format!("the emulated machine: {}", String::from_utf8_lossy(&ran.stderr).trim()).into()),
-    }
+    let devices = ["--rdma-reader", &reader, "--rdma-source", &source];
+    suite::emulated(2, EMULATED_TIME, options.keep.out.as_deref(), &[], &devices)
 }
 
 /// An empty run with this command line.
@@ -118,7 +94,8 @@ fn new_run(options: &Options) -> Run {
 }
 
 fn server_of(options: &Options, what: &str, case: &Case) -> Result<Server> {
-    Ok(Server::start(&options.for_server(what, case), options.allocator.as_deref())?)
+    let start = || Server::start(&options.for_server(what, case), options.allocator.as_deref());
+    Ok(processors::on(Role::Primary, start)?)
 }
 
 struct Bench {
@@ -180,14 +157,16 @@ impl Bench {
             _ => "tcp:127.0.0.1:0".to_owned(),
         };
         let mut server = server_of(options, &address, case)?;
-        Ok(ours::measure(&mut server, case, self.time(), &options.manner())?)
+        let measure = || ours::measure(&mut server, case, self.time(), &options.manner());
+        Ok(processors::on(Role::Source, measure)?)
     }
 
     fn measure_rival(&mut self, rival: &str, case: &Case) -> Result<Option<Outcome>> {
         match rival {
             "raw" => {
                 let mut server = server_of(&self.options, "raw", case)?;
-                Ok(Some(ours::measure_raw(&mut server, case, self.time())?))
+                let measure = || ours::measure_raw(&mut server, case, self.time());
+                Ok(Some(processors::on(Role::Source, measure)?))
             }
             _ => {
                 let outcome = self.measure_tool(rival, case)?;
@@ -227,15 +206,9 @@ impl Bench {
     }
 
     fn note(&mut self, subject: &str, case: &Case, round: usize, outcome: Outcome) {
-        self.run.samples.push(Sample {
-            subject: subject.to_owned(),
-            case: case.to_string(),
-            round,
-            value: outcome.rate() / 1e3,
-            reader_cpu_seconds: outcome.client_cpu,
-            source_cpu_seconds: outcome.server_cpu,
-            gigabytes: outcome.requests as f64 * case.request as f64 / 1e9,
-        });
+        let gigabytes = outcome.requests as f64 * case.request as f64 / 1e9;
+        let sample = Sample::new(subject, case.to_string(), round, outcome.rate() / 1e3);
+        self.run.samples.push(sample.cost(outcome.client_cpu, outcome.server_cpu, gigabytes));
         self.figures.push(Figure { subject: subject.to_owned(), case: *case, round, outcome });
     }
 
@@ -243,15 +216,9 @@ impl Bench {
         judge(&mut self.run, &self.figures, &self.options);
         let summary = self.summary();
         print!("{summary}");
-        let json = serde_json::to_string_pretty(&serde_json::json!({ "run": self.run, "figures": self.figures }))?;
-        if let Some(path) = &self.options.json {
-            std::fs::write(path, &json)?;
-        }
-        if let Some(folder) = &self.options.out {
-            let files = [("raw.csv", self.raw()), ("summary.md", summary), ("run.json", json)];
-            let kept = self.run.keep_files(folder, &files)?;
-            println!("\nkept in {}", kept.display());
-        }
+        let all = serde_json::json!({ "run": self.run, "figures": self.figures });
+        let keep = &self.options.keep;
+        keep.said(keep.write(&self.run, summary, &self.figures, &all)?);
         Ok(self.run.keeps_promises())
     }
 
@@ -260,8 +227,8 @@ impl Bench {
         let mut out = format!("# {}\n\n`{}`\n\n", self.run.program, self.run.command);
         out += "| request × connections × depth | subject | thousand/s | low | high | GB/s | mean µs | p50 | p99 | p99.9 | client CPU µs | server CPU µs |\n";
         out += "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n";
-        for (case, subject) in cells(&self.figures) {
-            let of_cell = || self.figures.iter().filter(|figure| figure.case == case && figure.subject == subject);
+        for (case, subject) in distinct(self.figures.iter().map(|figure| (figure.case, &figure.subject))) {
+            let of_cell = || self.figures.iter().filter(|figure| figure.case == case && figure.subject == *subject);
             let median = |value: &dyn Fn(&Outcome) -> f64| {
                 Spread::of(of_cell().map(|figure| value(&figure.outcome))).map_or(0.0, |spread| spread.median)
             };
@@ -283,38 +250,9 @@ impl Bench {
                 cpu[1],
             );
         }
-        self.run.summarise_comparisons(&mut out);
-        for note in &self.run.notes {
-            let _ = writeln!(out, "\n> {note}");
-        }
+        self.run.conclude(&mut out);
         out
     }
-
-    fn raw(&self) -> String {
-        let mut out = String::from(
-            "subject,request,reply,connections,depth,round,requests,seconds,mean_us,p50_us,p99_us,p999_us,client_cpu_seconds,server_cpu_seconds\n",
-        );
-        for Figure { subject, case, round, outcome } in &self.figures {
-            let Case { connections, depth, request, reply } = case;
-            let Outcome { requests, seconds, latency: [mean, p50, p99, p999], client_cpu, server_cpu } = outcome;
-            let _ = writeln!(
-                out,
-                "\"{subject}\",{request},{reply},{connections},{depth},{round},{requests},{seconds:.6},{mean:.2},{p50:.2},{p99:.2},{p999:.2},{client_cpu:.6},{server_cpu:.6}"
-            );
-        }
-        out
-    }
-}
-
-/// Cases and subjects, in the order in which they were first measured.
-fn cells(figures: &[Figure]) -> Vec<(Case, &str)> {
-    let mut cells: Vec<(Case, &str)> = Vec::new();
-    for figure in figures {
-        if !cells.contains(&(figure.case, &figure.subject)) {
-            cells.push((figure.case, &figure.subject));
-        }
-    }
-    cells
 }
 
 /// Load on a processor: a separate process, whose processor time is not counted.

@@ -8,10 +8,8 @@
 //! does not affect the clients. The clients, which measure, have priority over all other processes on their processors
 //! ([`Load`]).
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use remora_lab::{Address, Client, Host, Random, Server};
@@ -20,8 +18,8 @@ use serde::{Deserialize, Serialize};
 use super::Kept;
 use super::report::tables;
 use super::{Common, Network, ServerChoice, VALUE_BYTES, name_of};
-use crate::quantile;
 use crate::sync::{Content, Method, Outcome, Place, Program, Result, Scene, Shape, Trial};
+use crate::{Background, quantile};
 
 pub use super::FeelPoint as Point;
 
@@ -63,10 +61,6 @@ pub struct Options {
 }
 
 /// Runs the subcommand. Returns whether every compared replica was equal.
-///
-/// # Errors
-/// A network could not be created, a primary not be filled, or the run not be kept. A failed sync is noted, and the
-/// next one is tried.
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
     let mut kept = Kept::begin("feel", options.common.label.as_deref());
@@ -230,8 +224,7 @@ const LONGEST_USUAL: Duration = Duration::from_secs(20);
 /// A running load.
 pub struct Load {
     begun: Instant,
-    is_over: Arc<AtomicBool>,
-    threads: Vec<JoinHandle<Result<Vec<Beat>>>>,
+    threads: Vec<Background<Result<Vec<Beat>>>>,
 }
 
 /// One command.
@@ -260,9 +253,6 @@ pub struct ClientLatency {
 
 impl Load {
     /// Writes the keys that the load uses.
-    ///
-    /// # Errors
-    /// The server refuses a command.
     pub fn prepare(server: &Server) -> Result<()> {
         let value = vec![b'x'; LOAD_VALUE_BYTES];
         let commands: Vec<Vec<Vec<u8>>> =
@@ -272,14 +262,10 @@ impl Load {
     }
 
     /// Starts `per_second` commands per second on [`CONNECTIONS`] connections from that host, or from the server's own.
-    ///
-    /// # Errors
-    /// A connection failed.
     pub fn start(server: &Server, from: Option<&Host>, per_second: u64) -> Result<Load> {
         let from = from.or(server.host());
         let address = Address::Tcp(server.address());
-        // Dropped if a connection fails, which ends the threads that have begun.
-        let mut load = Load { begun: Instant::now(), is_over: Arc::new(AtomicBool::new(false)), threads: Vec::new() };
+        let mut load = Load { begun: Instant::now(), threads: Vec::new() };
         for number in 0..CONNECTIONS {
             let client = match from {
                 Some(host) => host.within(|| Client::connect(&address))??,
@@ -288,40 +274,25 @@ impl Load {
             let every = Duration::from_secs_f64(CONNECTIONS as f64 / per_second.max(1) as f64);
             let first = every.mul_f64(number as f64 / CONNECTIONS as f64);
             let clock = Clock { begun: load.begun, first, every };
-            let is_over = Arc::clone(&load.is_over);
             let host = from.cloned();
-            load.threads.push(thread::spawn(move || {
+            load.threads.push(Background::start(move |is_over| {
                 host.map_or(Ok(()), |host| host.keep_to_processors())?;
-                beat(client, clock, number, &is_over)
+                beat(client, clock, number, is_over)
             }));
         }
         Ok(load)
     }
 
     /// Ends the load, and returns what the clients noticed between these moments.
-    ///
-    /// # Errors
-    /// A connection failed, or no command was answered in the window.
     pub fn end(mut self, (from, to): (Instant, Instant)) -> Result<ClientLatency> {
-        self.is_over.store(true, Ordering::Relaxed);
         let mut beats = Vec::new();
-        for thread in self.threads.drain(..) {
-            beats.extend(thread.join().map_err(|_| "a client's thread panicked")??);
+        for thread in &mut self.threads {
+            beats.extend(thread.end().ok_or("a client's thread panicked")??);
         }
         let micros = |moment: Instant| u64::try_from(moment.saturating_duration_since(self.begun).as_micros());
         let (from, to) = (micros(from)?, micros(to)?);
         felt(beats.into_iter().filter(|beat| (from..to).contains(&beat.due)), to.saturating_sub(from))
             .ok_or_else(|| "no command was due in the time of the sync".into())
-    }
-}
-
-impl Drop for Load {
-    fn drop(&mut self) {
-        self.is_over.store(true, Ordering::Relaxed);
-        for thread in self.threads.drain(..) {
-            // Its result is not needed any more.
-            let _ = thread.join();
-        }
     }
 }
 

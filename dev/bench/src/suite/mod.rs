@@ -29,11 +29,10 @@ use clap::ValueEnum;
 use feel::ClientLatency;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
-use crate::Run;
 use crate::sync::{Compare, Method, Place, Program, Result};
-use remora_lab::{BitRate, Kind, net};
+use crate::{Keep, Run};
+use remora_lab::{BitRate, Kind, RdmaVm, net};
 
 /// Options of every measuring subcommand.
 #[derive(Clone, Debug, clap::Args)]
@@ -154,9 +153,6 @@ impl Network {
     }
 
     /// The same with reserved processors for the primary's host, if there are hosts.
-    ///
-    /// # Errors
-    /// As for [`Network::place`].
     pub fn place_apart(self, replicas: usize) -> Result<Place> {
         match self {
             Network::Loopback => Ok(Place::loopback()),
@@ -310,6 +306,33 @@ fn name_of(method: Option<Method>) -> &'static str {
     method.map_or("no sync", Method::name)
 }
 
+/// Runs this program's own command line once more in an emulated machine with that many nodes, without `--emulated`:
+/// `before` it these words, and `after` it those.
+pub(crate) fn emulated(
+    nodes: u8,
+    limit: Duration,
+    out: Option<&Path>,
+    before: &[&str],
+    after: &[&str],
+) -> Result<bool> {
+    let mut machine = RdmaVm::ready()?.nodes(nodes).limit(limit);
+    if let Some(out) = out {
+        fs::create_dir_all(out)?;
+        machine = machine.writable(&out.canonicalize()?);
+    }
+    let program = std::env::current_exe()?.to_string_lossy().into_owned();
+    let typed: Vec<String> = std::env::args().skip(1).filter(|word| word != "--emulated").collect();
+    let typed: Vec<&str> = typed.iter().map(String::as_str).collect();
+    let ran = machine.run(&[before, &[program.as_str()], &typed, after].concat())?;
+    print!("{}", String::from_utf8_lossy(&ran.stdout));
+    match ran.status.code() {
+        Some(0) => Ok(true),
+        // It has printed its figures, and one missed its target or could not be measured.
+        Some(1) if !ran.stdout.is_empty() => Ok(false),
+        _ => Err(format!("the emulated machine: {}", String::from_utf8_lossy(&ran.stderr).trim()).into()),
+    }
+}
+
 // Kept runs: all figures, with the facts that a reader needs.
 
 /// One run of one subcommand.
@@ -343,36 +366,15 @@ impl<P: Serialize + DeserializeOwned> Kept<P> {
 
     /// Writes the run into a new folder below `out`, with this summary. Called after each figure, so that an
     /// interrupted run leaves the figures that it has.
-    ///
-    /// # Errors
-    /// A folder or file could not be written.
     pub fn keep(&self, out: Option<&Path>, summary: &str) -> Result<()> {
         let Some(out) = out else { return Ok(()) };
         let mut run = self.run.clone();
         if !self.label.is_empty() {
             run.program = format!("{}-{}", run.program, self.label);
         }
-        let notes: String = self.run.notes.iter().map(|note| format!("\n> {note}\n")).collect();
-        let files = [
-            ("run.json", serde_json::to_string_pretty(self)?),
-            ("raw.csv", self.csv()?),
-            ("summary.md", format!("{summary}{notes}")),
-        ];
-        run.keep_files(out, &files)?;
+        let keep = Keep { out: Some(out.to_owned()), json: None };
+        keep.write(&run, summary.to_owned() + &self.run.quoted_notes(), &self.points, self)?;
         Ok(())
-    }
-
-    /// All points as a table: the fields are the columns.
-    fn csv(&self) -> Result<String> {
-        let mut text = String::new();
-        for (number, point) in self.points.iter().enumerate() {
-            let Value::Object(fields) = serde_json::to_value(point)? else { continue };
-            if number == 0 {
-                text += &(fields.keys().cloned().collect::<Vec<_>>().join(",") + "\n");
-            }
-            text += &(fields.values().map(cell).collect::<Vec<_>>().join(",") + "\n");
-        }
-        Ok(text)
     }
 }
 
@@ -390,32 +392,12 @@ pub(crate) fn arguments(typed: impl Iterator<Item = String>) -> String {
     words.join(" ")
 }
 
-/// A value between commas.
-fn cell(value: &Value) -> String {
-    match value {
-        Value::Null => String::new(),
-        Value::String(text) => text.replace(',', ""),
-        Value::Array(items) => items.iter().map(cell).collect::<Vec<_>>().join(" "),
-        Value::Object(fields) => {
-            let named = fields.iter().map(|(name, value)| format!("{name}={}", cell(value)));
-            named.collect::<Vec<_>>().join(" ")
-        }
-        other => other.to_string(),
-    }
-}
-
 /// The kept runs of `remora-bench NAME`, the newest of each label, with their folders.
-///
-/// # Errors
-/// A run exists and cannot be read.
 pub fn newest<P: DeserializeOwned>(runs: &Path, name: &str) -> Result<Vec<(PathBuf, Kept<P>)>> {
     newest_of(runs, &format!("bench_{name}"))
 }
 
 /// The kept runs of a program, the newest of each label, with their folders.
-///
-/// # Errors
-/// A run exists and cannot be read.
 pub fn newest_of<R: DeserializeOwned>(runs: &Path, program: &str) -> Result<Vec<(PathBuf, R)>> {
     let mut folders: Vec<PathBuf> = fs::read_dir(runs)
         .map_err(|error| format!("could not read {}: {error}", runs.display()))?

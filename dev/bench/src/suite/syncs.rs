@@ -82,10 +82,6 @@ impl Point {
 }
 
 /// Runs the subcommand. Returns whether every compared replica was equal.
-///
-/// # Errors
-/// A network could not be created, a primary not be filled, or the run not be kept. A failed sync is noted, and the
-/// next one is tried.
 pub fn run(options: &Options) -> Result<bool> {
     let program = Program::build()?;
     let mut bench = Bench {

@@ -5,9 +5,8 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -16,6 +15,7 @@ use serde_json::Value;
 use super::method::{NO_LIMIT, Upload};
 use super::summary::Summary;
 use super::{Method, Phases, Result};
+use crate::Background;
 use remora_lab::{Agent, Client, Host, Server, scratch};
 use remora_redis::info::Info;
 
@@ -99,9 +99,6 @@ impl Program {
     }
 
     /// Runs `remora load` with `keys` keys of random bytes, or of JSON records.
-    ///
-    /// # Errors
-    /// The program could not be started, or failed.
     pub fn load(&self, server: &Server, keys: u64, value_bytes: u64, is_json: bool) -> Result<()> {
         let (keys, size) = (keys.to_string(), value_bytes.to_string());
         let words = ["--quiet", "load", "--server", &server.url(), "--keys", &keys, "--value-size", &size];
@@ -123,7 +120,12 @@ impl Program {
         if self.limits_uploads && method.upload_limit(None).is_some() {
             more.extend([os(UPLOAD_LIMIT), os(NO_LIMIT)]);
         }
-        let agent = self.start_replica(server, source, method.transport().unwrap_or("auto"), name, &more)?;
+        let mut command = Command::new(&self.path);
+        enter(server, &mut command)?;
+        command.args(["--log-level", "warn", "replica", "--server", &server.url(), "--source", &source.address]);
+        command.args(["--transport", method.transport().unwrap_or("auto"), "--name", name, "--token-file"]);
+        command.arg(&source.token).args(source.security).args(more);
+        let agent = Agent::run(command)?;
         Ok(Replica { agent, summary })
     }
 
@@ -136,7 +138,7 @@ impl Program {
     }
 
     /// Starts `remora attend` beside that server, whose primary has one of these ports, with this much memory.
-    pub(crate) fn attend(&self, server: &Server, source: &Source, ports: &[u16], memory: u64) -> Result<Attend> {
+    pub(crate) fn attend(&self, server: &Server, source: &Source, ports: &[u16], memory: u64) -> Result<Running> {
         let mut command = Command::new(&self.path);
         enter(server, &mut command)?;
         command.args(["attend", "--server", &server.url(), "--source", &source.address, "--token-file"]);
@@ -144,30 +146,14 @@ impl Program {
         ports.iter().for_each(|port| _ = command.args(["--primary-port", &port.to_string()]));
         let mut agent = Agent::run(command)?;
         agent.wait_for_line("attending", START_TIME)?;
-        Ok(Attend { agent })
-    }
-
-    fn start_replica(
-        &self,
-        server: &Server,
-        source: &Source,
-        transport: &str,
-        name: &str,
-        more: &[&std::ffi::OsStr],
-    ) -> Result<Agent> {
-        let mut command = Command::new(&self.path);
-        enter(server, &mut command)?;
-        command.args(["--log-level", "warn", "replica", "--server", &server.url(), "--source", &source.address]);
-        command.args(["--transport", transport, "--name", name, "--token-file"]).arg(&source.token);
-        command.args(source.security).args(more);
-        Ok(Agent::run(command)?)
+        Ok(Running(agent))
     }
 }
 
 /// A running `remora source`. Dropping it stops it.
 #[derive(Debug)]
 pub struct Source {
-    agent: Agent,
+    agent: Running,
     address: String,
     token: PathBuf,
     folder: PathBuf,
@@ -178,13 +164,6 @@ pub struct Source {
 }
 
 impl Source {
-    /// Starts a source beside that server and waits until it is ready. `data_bytes`: the approximate size of its
-    /// snapshot. The source gets memory for all of it, so that late joiners find it; replica agents have the default.
-    pub fn start(program: &Program, server: &Server, folder: &Path, data_bytes: u64) -> Result<Source> {
-        let security = program.security(server, false);
-        Source::launch(program, server, folder, data_bytes, security, &[])
-    }
-
     /// Starts a source for that method. It may limit the bytes that leave the source by a cable of that rate.
     pub(crate) fn start_by(
         method: Method,
@@ -231,12 +210,12 @@ impl Source {
         let words = line.split_whitespace().find_map(|word| word.strip_prefix("listening="));
         let address = words.ok_or("the source did not say where it listens")?.to_owned();
         let (folder, program, host) = (folder.to_owned(), program.path.clone(), server.host().cloned());
-        Ok(Source { agent, address, token, folder, program, security, host })
+        Ok(Source { agent: Running(agent), address, token, folder, program, security, host })
     }
 
     /// Processor seconds since its start.
     pub fn cpu(&self) -> Result<f64> {
-        Ok(self.agent.cpu_seconds()?)
+        self.agent.cpu()
     }
 
     /// The output of `remora status` for it.
@@ -252,15 +231,7 @@ impl Source {
 
     /// Peak memory, including its tables, in bytes.
     pub fn peak_memory(&self) -> u64 {
-        self.agent.peak_memory()
-    }
-}
-
-impl Drop for Source {
-    fn drop(&mut self) {
-        // Asked to stop first, so that it leaves nothing behind; killed by its own drop if that does not help.
-        let _ = self.agent.signal(Signal::TERM);
-        let _ = self.agent.wait(STOP_TIME);
+        self.agent.0.peak_memory()
     }
 }
 
@@ -296,56 +267,21 @@ impl Replica {
     }
 }
 
-/// A running `remora attend`. Dropping it stops it.
+/// An agent that is asked to stop when it is dropped, so that it leaves nothing behind; killed if that does not help.
 #[derive(Debug)]
-pub struct Attend {
-    agent: Agent,
-}
+pub struct Running(Agent);
 
-impl Attend {
+impl Running {
     /// Processor seconds since its start.
     pub fn cpu(&self) -> Result<f64> {
-        Ok(self.agent.cpu_seconds()?)
+        Ok(self.0.cpu_seconds()?)
     }
 }
 
-impl Drop for Attend {
+impl Drop for Running {
     fn drop(&mut self) {
-        let _ = self.agent.signal(Signal::TERM);
-        let _ = self.agent.wait(STOP_TIME);
-    }
-}
-
-/// A running `remora replica --stay`. Dropping it stops it, with a hand-off.
-#[derive(Debug)]
-pub struct Stay {
-    agent: Agent,
-}
-
-impl Stay {
-    /// Starts an agent for that server.
-    pub fn start(program: &Program, server: &Server, source: &Source, transport: &str) -> Result<Stay> {
-        Ok(Stay { agent: program.start_replica(server, source, transport, "stay", &[os("--stay")])? })
-    }
-
-    /// Processor seconds since its start.
-    pub fn cpu(&self) -> Result<f64> {
-        Ok(self.agent.cpu_seconds()?)
-    }
-
-    /// Fails if it has ended.
-    pub fn check(&mut self) -> Result<()> {
-        match self.agent.ended()? {
-            None => Ok(()),
-            Some(_) => Err(format!("remora replica --stay has ended:\n{}", self.agent.output()).into()),
-        }
-    }
-}
-
-impl Drop for Stay {
-    fn drop(&mut self) {
-        let _ = self.agent.signal(Signal::TERM);
-        let _ = self.agent.wait(STOP_TIME);
+        let _ = self.0.signal(Signal::TERM);
+        let _ = self.0.wait(STOP_TIME);
     }
 }
 
@@ -391,44 +327,23 @@ const STOP_TIME: Duration = Duration::from_secs(20);
 
 // How long a server has a fork child.
 
-/// Looks for children of a process until stopped. It reads `/proc`, so that the server is not asked.
-pub(super) struct ChildWatch {
-    is_over: Arc<AtomicBool>,
-    looking: Option<JoinHandle<Duration>>,
-}
-
-impl ChildWatch {
-    pub(super) fn begin(parent: u32) -> ChildWatch {
-        let is_over = Arc::new(AtomicBool::new(false));
-        let is_stopped = Arc::clone(&is_over);
-        let looking = thread::spawn(move || {
-            let (mut strangers, mut child, mut lived) = (HashSet::new(), None, Duration::ZERO);
-            let mut last = Instant::now();
-            while !is_stopped.load(Ordering::Relaxed) {
-                child = child.filter(|child| is_alive(*child)).or_else(|| find(parent, &mut strangers));
-                let now = Instant::now();
-                if child.is_some() {
-                    lived += now - last;
-                }
-                last = now;
-                thread::sleep(LOOK_EVERY);
+/// Looks for children of a process until ended, and returns how long there was one. It reads `/proc`, so that the
+/// server is not asked.
+pub(super) fn watch_children(parent: u32) -> Background<Duration> {
+    Background::start(move |is_over| {
+        let (mut strangers, mut child, mut lived) = (HashSet::new(), None, Duration::ZERO);
+        let mut last = Instant::now();
+        while !is_over.load(Ordering::Relaxed) {
+            child = child.filter(|child| is_alive(*child)).or_else(|| find(parent, &mut strangers));
+            let now = Instant::now();
+            if child.is_some() {
+                lived += now - last;
             }
-            lived
-        });
-        ChildWatch { is_over, looking: Some(looking) }
-    }
-
-    /// Seconds in which there was a child.
-    pub(super) fn end(&mut self) -> f64 {
-        self.is_over.store(true, Ordering::Relaxed);
-        self.looking.take().and_then(|thread| thread.join().ok()).unwrap_or_default().as_secs_f64()
-    }
-}
-
-impl Drop for ChildWatch {
-    fn drop(&mut self) {
-        self.end();
-    }
+            last = now;
+            thread::sleep(LOOK_EVERY);
+        }
+        lived
+    })
 }
 
 /// A child of that process. `strangers`: processes that are not its children, so that they are read once.
@@ -695,9 +610,9 @@ mod tests {
         shell.args(["-c", "sleep 0.4 & wait; read line"]).stdin(std::process::Stdio::piped());
         let parent = shell.spawn();
         let lived = parent.as_ref().ok().map(|parent| {
-            let mut watch = ChildWatch::begin(parent.id());
+            let mut watch = watch_children(parent.id());
             thread::sleep(Duration::from_millis(1200));
-            watch.end()
+            watch.end().unwrap_or_default().as_secs_f64()
         });
         assert!(parent.is_ok_and(|mut parent| parent.wait().is_ok()));
         assert!(lived.is_some_and(|lived| (0.2..0.9).contains(&lived)), "{lived:?}");

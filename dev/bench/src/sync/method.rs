@@ -666,9 +666,6 @@ pub(crate) const LONGEST_START: Duration = Duration::from_secs(30 * 60);
 const SHAKE_VARIABLE: &str = "REMORA_REDIS_SHAKE";
 
 /// RedisShake's program.
-///
-/// # Errors
-/// None is named, or it is not there; the text says what to do.
 pub(crate) fn shake_program() -> std::result::Result<PathBuf, String> {
     let named = std::env::var_os(SHAKE_VARIABLE).map(PathBuf::from);
     match named {

@@ -18,8 +18,7 @@ mod method;
 mod scene;
 mod summary;
 
-pub use agents::{Attend, Program, Source, Stay};
-pub use agents::{Show, Sight};
+pub use agents::{Program, Running, Show, Sight, Source};
 pub use method::{Method, Setting, Upload};
 pub(crate) use scene::available_memory;
 pub use scene::{Compare, Content, Place, Scene, Shape, Trial};

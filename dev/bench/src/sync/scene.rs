@@ -1,27 +1,24 @@
 //! The scene: one primary with data, on which trials run one after the other.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use remora_lab::net::Traffic;
-use remora_lab::server::{module_library, wait_until};
+use remora_lab::server::{module_words, wait_until};
 use remora_lab::workload::{MIX_BYTES, Options, Workload, fill_every_type, fill_mix};
 use remora_lab::{BitRate, Builder, Client, Error, Host, Kind, Net, Server, compare, process, scratch};
 use serde::Serialize;
 use tempfile::TempDir;
 
-use super::agents::Lost;
-use super::agents::{ChildWatch, Program, Source};
-use super::agents::{Show, Watch};
-use super::method::{Copied, Pace};
-use super::method::{Method, Setting};
+use super::agents::{Lost, Program, Show, Source, Watch};
+use super::method::{Copied, Method, Pace, Setting};
 use super::summary::{Outcome, Phases, Summary};
 use super::{Result, agents, method};
-use crate::cpu;
+use crate::processors::{self, Role};
+use crate::{Background, cpu};
 
 /// The data of a primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,7 +113,7 @@ impl Scene {
         // Our module is loaded for the trials that need it. On a separate host a server has no loopback clients.
         let who = if place.primary().is_some() { "yes" } else { "local" };
         let builder = Server::builder(kind).config("enable-module-command", who);
-        let primary = on(builder, place.primary()).start()?;
+        let primary = processors::on(Role::Primary, || on(builder, place.primary()).start())?;
         match shape.content {
             Content::Strings => program.load(&primary, shape.keys, shape.value_bytes, false)?,
             Content::Json => program.load(&primary, shape.keys, shape.value_bytes, true)?,
@@ -150,18 +147,12 @@ impl Scene {
     }
 
     /// Runs a trial on fresh replica servers.
-    ///
-    /// # Errors
-    /// A server or an agent failed. Replicas that differ are not an error but an outcome.
     pub fn play(&mut self, trial: &Trial, show: &Show<'_>) -> Result<Outcome> {
         self.play_then(trial, show, &mut |_| Ok(()))
     }
 
     /// As [`Scene::play`]. `then` is called when the sync has been measured, and before the replicas are compared: the
     /// caller ends its own writers there.
-    ///
-    /// # Errors
-    /// A server or an agent failed, or `then` did.
     pub fn play_then(
         &mut self,
         trial: &Trial,
@@ -175,7 +166,8 @@ impl Scene {
         let mut replicas = self.empty_servers(trial)?;
         if trial.method.is_ours() && self.source.is_none() {
             let (folder, bytes, cable) = (self.folder.path(), self.shape.bytes(), self.place.cable());
-            let source = Source::start_by(trial.method, &self.program, &self.primary, folder, bytes, cable)?;
+            let start = || Source::start_by(trial.method, &self.program, &self.primary, folder, bytes, cable);
+            let source = processors::on(Role::Source, start)?;
             (self.source, self.source_of) = (Some(source), Some(trial.method));
         }
         touch_memory(self.shape.bytes().saturating_mul(trial.replicas as u64));
@@ -235,8 +227,9 @@ impl Scene {
         let mut client = self.primary.client()?;
         let has = client.list(&["REMORA.HELP"]).is_ok();
         if wanted && !has {
-            let path = module_library()?.display().to_string();
-            client.ok(&["MODULE", "LOAD", &path, "capture-only"])?;
+            let words = module_words("capture-only")?;
+            let command: Vec<&str> = ["MODULE", "LOAD"].into_iter().chain(words.iter().map(String::as_str)).collect();
+            client.ok(&command)?;
         }
         if has && !wanted {
             client.ok(&["MODULE", "UNLOAD", "remora"])?;
@@ -255,7 +248,7 @@ impl Scene {
             let builder =
                 if trial.method == Method::RdbFile { builder.start_time(method::LONGEST_START) } else { builder };
             let builder = if trial.method.has_module() { builder.module("")? } else { builder };
-            on(builder, self.place.replica(number)).start()
+            processors::on(Role::Server(number, trial.replicas), || on(builder, self.place.replica(number)).start())
         };
         Ok((0..trial.replicas).map(server).collect::<remora_lab::Result<_>>()?)
     }
@@ -290,8 +283,13 @@ impl Scene {
     fn by_remora(&self, trial: &Trial, replicas: &[Server], show: &Show<'_>) -> Result<Took> {
         let source = self.source.as_ref().ok_or("no source runs")?;
         let begun = Instant::now();
-        let start = |(number, server)| self.program.replica(server, source, trial.method, &format!("replica-{number}"));
-        let agents: Mutex<Vec<agents::Replica>> = Mutex::new((1..).zip(replicas).map(start).collect::<Result<_>>()?);
+        let start = |(number, server): (usize, &Server)| {
+            let name = format!("replica-{}", number + 1);
+            let start = || self.program.replica(server, source, trial.method, &name);
+            processors::on(Role::Agent(number, trial.replicas), start)
+        };
+        let agents: Vec<agents::Replica> = replicas.iter().enumerate().map(start).collect::<Result<_>>()?;
+        let agents = Mutex::new(agents);
         let check = |lost: &Lost| {
             let mut agents = agents.lock().unwrap_or_else(PoisonError::into_inner);
             for (_, agent) in agents.iter_mut().enumerate().filter(|(number, _)| !lost.is(*number)) {
@@ -432,8 +430,8 @@ struct Meter {
     replicas: Vec<(Client, Costs)>,
     source_cpu: f64,
     source_ready_cpu: f64,
-    peak: Peak,
-    child: ChildWatch,
+    peak: Background<u64>,
+    child: Background<Duration>,
     cable: Option<(Host, Traffic)>,
 }
 
@@ -450,8 +448,8 @@ impl Meter {
             replicas: replicas.iter().map(read).collect::<Result<_>>()?,
             source_cpu,
             source_ready_cpu,
-            peak: Peak::watch(primary.pid()),
-            child: ChildWatch::begin(primary.pid()),
+            peak: watch_memory(primary.pid()),
+            child: agents::watch_children(primary.pid()),
             cable: primary.host().map(cable).transpose()?,
         })
     }
@@ -464,7 +462,7 @@ impl Meter {
     }
 
     fn end(&mut self, trial: &Trial, took: Took, source: Option<&Source>) -> Result<Outcome> {
-        let peak = self.peak.end();
+        let peak = self.peak.end().unwrap_or_default();
         let host_bytes = self.cable.as_ref().map(|(host, before)| Ok::<_, Error>(host.traffic()?.since(*before).sent));
         let mut replicas = Vec::new();
         for (client, before) in &mut self.replicas {
@@ -503,7 +501,7 @@ impl Meter {
             full_copies: primary.full_copies,
             peak_memory: peak + primary.copied,
             child_memory: primary.copied,
-            child_seconds: self.child.end(),
+            child_seconds: self.child.end().unwrap_or_default().as_secs_f64(),
             replica_memory,
             writes_per_second: 0.0,
             source_memory: source.map_or(0, Source::peak_memory),
@@ -594,9 +592,6 @@ impl Place {
 
     /// The same, with half of the machine's processors for the primary's host and its clients', and the other half for
     /// all replicas, so that a replica's work takes no processor time from the primary, as with separate machines.
-    ///
-    /// # Errors
-    /// As for [`Place::network`]; or the machine has only one processor.
     pub fn network_apart(rate: BitRate, replicas: usize) -> Result<Place> {
         let all = std::thread::available_parallelism()?.get();
         let (net, half) = (Net::new()?, all / 2);
@@ -607,9 +602,6 @@ impl Place {
     }
 
     /// Makes all hosts use this congestion control, by its kernel name. Nothing on loopback.
-    ///
-    /// # Errors
-    /// The kernel does not have it.
     pub fn congestion(&self, name: &str) -> Result<()> {
         let Some(Hosts { primary, client, replicas, .. }) = &self.hosts else { return Ok(()) };
         for host in [primary, client].into_iter().chain(replicas) {
@@ -718,40 +710,18 @@ const CPU_FIELDS: [&str; 4] = ["used_cpu_user", "used_cpu_sys", "used_cpu_user_c
 
 // The peak of a server's private memory during a period.
 
-/// Samples a process's private memory (`RssAnon`) until stopped. It does not include what a fork child copies; the
-/// server counts that itself (`rdb_last_cow_size`).
-pub(super) struct Peak {
-    is_over: Arc<AtomicBool>,
-    looking: Option<JoinHandle<u64>>,
-}
-
-impl Peak {
-    pub(super) fn watch(pid: u32) -> Peak {
-        let is_over = Arc::new(AtomicBool::new(false));
-        let is_stopped = Arc::clone(&is_over);
-        let looking = thread::spawn(move || {
-            let mut most = 0;
-            while !is_stopped.load(Ordering::Relaxed) {
-                // A server that has ended was sampled before.
-                most = most.max(process::private_memory(pid).unwrap_or_default());
-                thread::sleep(LOOK_EVERY);
-            }
-            most
-        });
-        Peak { is_over, looking: Some(looking) }
-    }
-
-    /// Bytes.
-    pub(super) fn end(&mut self) -> u64 {
-        self.is_over.store(true, Ordering::Relaxed);
-        self.looking.take().and_then(|thread| thread.join().ok()).unwrap_or_default()
-    }
-}
-
-impl Drop for Peak {
-    fn drop(&mut self) {
-        self.end();
-    }
+/// Samples a process's private memory (`RssAnon`) until ended. It does not include what a fork child copies; the server
+/// counts that itself (`rdb_last_cow_size`).
+fn watch_memory(pid: u32) -> Background<u64> {
+    Background::start(move |is_over| {
+        let mut most = 0;
+        while !is_over.load(Ordering::Relaxed) {
+            // A server that has ended was sampled before.
+            most = most.max(process::private_memory(pid).unwrap_or_default());
+            thread::sleep(LOOK_EVERY);
+        }
+        most
+    })
 }
 
 /// Reading one line of /proc costs microseconds; an output buffer grows for seconds.

@@ -10,7 +10,7 @@ use remora_lab::Kind;
 use serde::{Deserialize, Serialize};
 
 use super::Method;
-use crate::{Spread, Target, memory_of_each};
+use crate::{Spread, Target, cell, distinct, equality, least, memory_of_each};
 
 /// One outcome with its circumstances.
 #[derive(Clone, Debug, Serialize)]
@@ -43,6 +43,9 @@ struct Group<'a> {
     taken: Vec<&'a Taken>,
 }
 
+/// A figure of an outcome.
+type Figure = fn(&Outcome) -> f64;
+
 /// A target.
 struct Promise {
     what: &'static str,
@@ -64,32 +67,6 @@ impl Samples {
     pub fn keep_promises(&self) -> bool {
         let is_equal = |taken: &Taken| taken.outcome.equal != Some(false);
         self.0.iter().all(is_equal) && self.groups().iter().flat_map(Group::promises).all(|promise| promise.is_kept())
-    }
-
-    /// Every figure.
-    pub fn raw(&self) -> String {
-        let mut out = String::from(
-            "server,shape,replicas,method,round,seconds,primary_cpu,replica_cpu,agents_cpu,snapshot,transfer,load,catch_up,\
-             primary_bytes,child_memory,source_memory,agent_memory,equal,child_seconds,replica_memory,writes_per_second,full_copies\n",
-        );
-        for Taken { server, shape, round, outcome, .. } in &self.0 {
-            let Outcome { method, replicas, seconds, primary_cpu, agents_cpu, phases, primary_bytes, equal, .. } =
-                outcome;
-            let method = method.name().replace(',', "");
-            let replica_cpu: f64 = outcome.replica_cpu.iter().sum();
-            let equal = equal.map_or("", |equal| if equal { "yes" } else { "no" });
-            let (child, source) = (outcome.child_memory, outcome.source_memory);
-            let words = |numbers: &[u64]| numbers.iter().map(u64::to_string).collect::<Vec<_>>().join(" ");
-            let (agents, replicas_use) = (words(&outcome.agent_memory), words(&outcome.replica_memory));
-            let (lived, writes) = (outcome.child_seconds, outcome.writes_per_second);
-            let _ = writeln!(
-                out,
-                "{server},{shape},{replicas},{method},{round},{seconds:.4},{primary_cpu:.4},{replica_cpu:.4},{agents_cpu:.4},\
-                 {:.4},{:.4},{:.4},{:.4},{primary_bytes},{child},{source},{agents},{equal},{lived:.3},{replicas_use},{writes:.0},{}",
-                phases.snapshot, phases.transfer, phases.load, phases.catch_up, outcome.full_copies
-            );
-        }
-        out
     }
 
     fn groups(&self) -> Vec<Group<'_>> {
@@ -114,21 +91,14 @@ impl Group<'_> {
         let best = self.best_own(|outcome| outcome.seconds);
         for method in self.methods() {
             let Some(wall) = self.spread(method, |outcome| outcome.seconds) else { continue };
-            let median = |figure: fn(&Outcome) -> f64| {
-                self.spread(method, figure).map_or("–".to_owned(), |spread| format!("{:.2}", spread.median))
-            };
+            let median = |figure: fn(&Outcome) -> f64| cell(self.spread(method, figure), |spread| spread.median(2));
             let ratio = best.and_then(|best| self.ratio(method, best, |outcome| outcome.seconds));
             let _ = writeln!(
                 out,
-                "| {} | {:.2} ({:.2}–{:.2}) | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
+                "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} |",
                 method.name(),
-                wall.median,
-                wall.low,
-                wall.high,
-                ratio.map_or("–".to_owned(), |ratio| format!(
-                    "{:.2} ({:.2}–{:.2})",
-                    ratio.median, ratio.low, ratio.high
-                )),
+                wall.range(),
+                cell(ratio, Spread::range),
                 median(|outcome| outcome.primary_cpu),
                 median(|outcome| outcome.replica_cpu.iter().sum::<f64>() / outcome.replica_cpu.len().max(1) as f64),
                 median(|outcome| outcome.agents_cpu),
@@ -137,13 +107,13 @@ impl Group<'_> {
                 median(|outcome| outcome.phases.load),
                 median(|outcome| outcome.phases.catch_up),
                 median(|outcome| outcome.primary_bytes as f64 / 1e6),
-                self.spread(method, |outcome| outcome.full_copies as f64).map_or("–".to_owned(), whole),
+                cell(self.spread(method, |outcome| outcome.full_copies as f64), Spread::whole),
                 median(|outcome| outcome.child_memory as f64 / 1e6),
                 median(|outcome| outcome.child_seconds),
                 median(|outcome| mean(&outcome.replica_memory) / 1e6),
                 median(|outcome| outcome.source_memory as f64 / MIB),
                 memory_of_each(self.of(method).map(|taken| &taken.outcome.agent_memory)),
-                self.equality(method),
+                equality(self.of(method).map(|taken| taken.outcome.equal)),
             );
         }
         for promise in self.promises() {
@@ -153,13 +123,7 @@ impl Group<'_> {
 
     /// Methods in the order of their first outcome.
     fn methods(&self) -> Vec<Method> {
-        let mut methods = Vec::new();
-        for taken in &self.taken {
-            if !methods.contains(&taken.outcome.method) {
-                methods.push(taken.outcome.method);
-            }
-        }
-        methods
+        distinct(self.taken.iter().map(|taken| taken.outcome.method))
     }
 
     fn of(&self, method: Method) -> impl Iterator<Item = &Taken> {
@@ -173,117 +137,62 @@ impl Group<'_> {
     /// The server's own method with the least median.
     fn best_own(&self, figure: impl Fn(&Outcome) -> f64 + Copy) -> Option<Method> {
         let own = self.methods().into_iter().filter(|method| method.is_own());
-        let medians = own.filter_map(|method| Some((method, self.spread(method, figure)?.median)));
-        medians.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(method, _)| method)
+        least(own, |method| self.spread(*method, figure))
     }
 
     /// Ratios of the rounds that have both.
     fn ratio(&self, ours: Method, rival: Method, figure: impl Fn(&Outcome) -> f64 + Copy) -> Option<Spread> {
-        let rival_in = |round| self.of(rival).find(|taken| taken.round == round).map(|taken| figure(&taken.outcome));
-        Spread::of(self.of(ours).filter_map(|taken| Some(figure(&taken.outcome) / rival_in(taken.round)?)))
+        let rounds = |method| self.of(method).map(move |taken| (taken.round, figure(&taken.outcome)));
+        Spread::of_ratios(rounds(ours), rounds(rival))
     }
 
     fn promises(&self) -> Vec<Promise> {
-        let wall = |outcome: &Outcome| outcome.seconds;
-        let cpu = |outcome: &Outcome| outcome.primary_cpu;
-        let memory = |outcome: &Outcome| outcome.child_memory as f64;
-        let against = |what, method: Method, rival: Method, most, figure: fn(&Outcome) -> f64| {
-            self.of(method).next()?;
-            self.of(rival).next()?;
-            Some(Promise { what, target: Target::most(most), ratio: self.ratio(method, rival, figure) })
+        use Method::{
+            OwnBest, OwnDefault, RemoraLate, RemoraModule, RemoraModuleLate, RemoraShm, RemoraTcp, RemoraTuned,
         };
-        let against_best = |what, method: Method, most, figure: fn(&Outcome) -> f64| {
-            against(what, method, self.best_own(figure)?, most, figure)
-        };
+        let wall: Figure = |outcome| outcome.seconds;
+        let cpu: Figure = |outcome| outcome.primary_cpu;
         let (shm, tcp) = match (self.kind, self.replicas) {
             (Kind::Valkey9, 1) => (1.2, 1.4),
             (Kind::Redis7, 1) => (1.05, 1.2),
             _ => (1.0, 1.0),
         };
-        let of_memory = against(
-            "memory of a replica's server with the module beside one that loaded by itself",
-            Method::RemoraModule,
-            Method::OwnBest,
-            MEMORY_MOST,
-            |outcome| mean(&outcome.replica_memory),
-        );
-        let of_late_module = [
-            against_best(
-                "wall time of a late joiner with the module beside the best of its own",
-                Method::RemoraModuleLate,
-                LATE_MODULE_WALL_MOST,
-                wall,
-            ),
-            against_best(
-                "a late joiner's processor time at the primary, with the module, beside one of its own",
-                Method::RemoraModuleLate,
-                LATE_MOST,
-                cpu,
-            ),
+        // `None`: beside the best of the server's own by that figure.
+        let mut wanted: Vec<(&'static str, Method, Option<Method>, f64, Figure)> = vec![
+            ("wall time by shm beside the best of its own", RemoraShm, None, shm, wall),
+            ("wall time by tcp beside the best of its own", RemoraTcp, None, tcp, wall),
+            ("a late joiner's processor time at the primary beside one of its own", RemoraLate, None, LATE_MOST, cpu),
         ];
-        let promises = [
-            against_best("wall time by shm beside the best of its own", Method::RemoraShm, shm, wall),
-            against_best("wall time by tcp beside the best of its own", Method::RemoraTcp, tcp, wall),
-            against_best(
-                "a late joiner's processor time at the primary beside one of its own",
-                Method::RemoraLate,
-                LATE_MOST,
-                cpu,
-            ),
-        ];
-        let of_module =
-            MODULE.iter().filter(|of| (of.shape, of.kind, of.replicas) == (self.shape, self.kind, self.replicas));
-        let of_module = of_module.flat_map(|of| {
-            [
-                against_best(
-                    "wall time with the module beside the best of its own",
-                    Method::RemoraModule,
-                    of.wall,
-                    wall,
-                ),
-                against_best(
-                    "the primary's processor time with the module beside the least of its own",
-                    Method::RemoraModule,
-                    of.cpu,
-                    cpu,
-                ),
-            ]
-        });
-        let against_defaults = DEFAULTS.iter().filter(|(shape, _)| *shape == self.shape).map(|(_, most)| {
-            against(
-                "wall time with the module beside the servers' own defaults",
-                Method::RemoraModule,
-                Method::OwnDefault,
-                *most,
-                wall,
-            )
-        });
-        let of_tuning = (self.shape == TUNED_SHAPE && self.replicas == TUNED_REPLICAS).then(|| {
-            against(
-                "wall time of a tuned server with default settings beside its own replication with them",
-                Method::RemoraTuned,
-                Method::OwnDefault,
-                TUNED_MOST,
-                wall,
-            )
-        });
-        let of_child = against_best(
-            "memory that the fork child copies with the module beside the least of its own",
-            Method::RemoraModule,
-            CHILD_MOST,
-            memory,
-        );
-        let promises = promises.into_iter().chain(of_module).chain(against_defaults);
-        promises.chain(of_tuning).chain([of_child, of_memory]).chain(of_late_module).flatten().collect()
-    }
-
-    fn equality(&self, method: Method) -> &'static str {
-        let looked: Vec<bool> = self.of(method).filter_map(|taken| taken.outcome.equal).collect();
-        match looked.as_slice() {
-            [] => "–",
-            all if all.iter().all(|equal| *equal) => "yes",
-            _ => "**NO**",
+        let of_this = |of: &&ModulePromise| (of.shape, of.kind, of.replicas) == (self.shape, self.kind, self.replicas);
+        for of in MODULE.iter().filter(of_this) {
+            let what = "the primary's processor time with the module beside the least of its own";
+            wanted.push(("wall time with the module beside the best of its own", RemoraModule, None, of.wall, wall));
+            wanted.push((what, RemoraModule, None, of.cpu, cpu));
         }
+        for (_, most) in DEFAULTS.iter().filter(|(shape, _)| *shape == self.shape) {
+            let what = "wall time with the module beside the servers' own defaults";
+            wanted.push((what, RemoraModule, Some(OwnDefault), *most, wall));
+        }
+        if self.shape == TUNED_SHAPE && self.replicas == TUNED_REPLICAS {
+            let what = "wall time of a tuned server with default settings beside its own replication with them";
+            wanted.push((what, RemoraTuned, Some(OwnDefault), TUNED_MOST, wall));
+        }
+        let child: Figure = |outcome| outcome.child_memory as f64;
+        let what = "memory that the fork child copies with the module beside the least of its own";
+        wanted.push((what, RemoraModule, None, CHILD_MOST, child));
+        let memory: Figure = |outcome| mean(&outcome.replica_memory);
+        let what = "memory of a replica's server with the module beside one that loaded by itself";
+        wanted.push((what, RemoraModule, Some(OwnBest), MEMORY_MOST, memory));
+        let what = "wall time of a late joiner with the module beside the best of its own";
+        wanted.push((what, RemoraModuleLate, None, LATE_MODULE_WALL_MOST, wall));
+        let what = "a late joiner's processor time at the primary, with the module, beside one of its own";
+        wanted.push((what, RemoraModuleLate, None, LATE_MOST, cpu));
+        let promise = |(what, method, rival, most, figure): (_, Method, Option<Method>, f64, Figure)| {
+            let rival = rival.or_else(|| self.best_own(figure))?;
+            let are_there = self.of(method).next().is_some() && self.of(rival).next().is_some();
+            are_there.then(|| Promise { what, target: Target::most(most), ratio: self.ratio(method, rival, figure) })
+        };
+        wanted.into_iter().filter_map(promise).collect()
     }
 }
 
@@ -299,14 +208,6 @@ impl Promise {
             .map_or("–".to_owned(), |ratio| format!("{:.3} ({:.3}–{:.3})", ratio.median, ratio.low, ratio.high));
         format!("{}: {ratio}, promised {}: {verdict}", self.what, self.target)
     }
-}
-
-/// A count as a column of a table has it.
-fn whole(counts: Spread) -> String {
-    if counts.low == counts.high {
-        return format!("{:.0}", counts.median);
-    }
-    format!("{:.0}–{:.0}", counts.low, counts.high)
 }
 
 /// What a sync with the module may cost, as a share of the best of the server's own replication.
@@ -617,16 +518,6 @@ mod tests {
         let remark = with(Method::RdbFile, 5).unwrap_or_default();
         assert!(remark.starts_with("SECOND FULL COPY for 2 of 3 servers"), "{remark}");
         assert_eq!(with(Method::OwnBest, 5), None);
-    }
-
-    #[test]
-    fn every_figure_is_kept() {
-        let raw = Samples(vec![taken(Method::OwnBest, 3, 1, 2.0, 1.0)]).raw();
-        let line = raw.lines().last().unwrap_or_default();
-        assert_eq!(
-            line,
-            "Valkey 9,big,3,replication tuned,1,2.0000,1.0000,3.0000,0.0000,0.0000,2.0000,0.0000,0.0000,1000000,1048576,0,,yes,0.500,2000000 2000000 2000000,0,3"
-        );
     }
 
     #[test]

@@ -25,7 +25,7 @@ use super::{Kept, feel, syncs, volume};
 use crate::bars::{Bar, Chart, Family, Group};
 use crate::mass::{COPIES, FORKS, FULL, SECONDS, Way};
 use crate::sync::Result;
-use crate::{Run, Sample, Spread, suite};
+use crate::{Run, Sample, Spread, cell, distinct, least, suite};
 
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
@@ -45,9 +45,6 @@ pub struct Options {
 }
 
 /// Runs the subcommand.
-///
-/// # Errors
-/// A kept run cannot be read, a file not be written, or the page lacks a pair of comments.
 pub fn run(options: &Options) -> Result<bool> {
     let page = fs::read_to_string(&options.page)
         .map_err(|error| format!("could not read {}: {error}", options.page.display()))?;
@@ -56,8 +53,7 @@ pub fn run(options: &Options) -> Result<bool> {
 
     let runs = suite::newest::<feel::Point>(&options.runs, "feel")?;
     let figures = plots::feel(&bare(&runs), &options.plots)?;
-    let plots: Vec<Plot> = figures.into_iter().map(|figure| (figure.words, figure.file)).collect();
-    let page = splice(&page, "feel", &section.text(&runs, tables::felt(&bare(&runs)), &plots))?;
+    let page = splice(&page, "feel", &section.text(&runs, tables::felt(&bare(&runs)), &figures))?;
     let felt = runs;
 
     let runs = suite::newest_of::<Run>(&options.runs, "mass_replacement")?;
@@ -65,8 +61,7 @@ pub fn run(options: &Options) -> Result<bool> {
 
     let runs = suite::newest::<volume::Point>(&options.runs, "volume")?;
     let figures = plots::volume(&bare(&runs), &options.plots)?;
-    let plots: Vec<Plot> = figures.into_iter().map(|figure| (figure.words, figure.file)).collect();
-    let page = splice(&page, "volume", &section.text(&runs, volume::tables(&bare(&runs)), &plots))?;
+    let page = splice(&page, "volume", &section.text(&runs, volume::tables(&bare(&runs)), &figures))?;
 
     let runs = suite::newest::<syncs::Point>(&options.runs, "sync")?;
     let figures = plots::sync(&bare(&runs), &options.plots)?;
@@ -90,9 +85,6 @@ struct Section {
     to_runs: PathBuf,
     to_plots: PathBuf,
 }
-
-/// A plot's title and the name of its file.
-pub type Plot = (String, String);
 
 /// A figure that was drawn.
 pub struct Figure {
@@ -121,8 +113,8 @@ impl Section {
     }
 
     /// Plots, tables, links to the runs, and the runs' notes.
-    fn text<P>(&self, runs: &[(PathBuf, Kept<P>)], tables: String, plots: &[Plot]) -> String {
-        self.of(runs.iter().map(|(folder, kept)| (folder.as_path(), &kept.run)).collect(), tables, plots)
+    fn text<P>(&self, runs: &[(PathBuf, Kept<P>)], tables: String, figures: &[Figure]) -> String {
+        self.of(runs.iter().map(|(folder, kept)| (folder.as_path(), &kept.run)).collect(), tables, figures)
     }
 
     /// The same of mass replacement, with the figures drawn.
@@ -131,18 +123,18 @@ impl Section {
         for (folder, run) in runs {
             let label = suite::label(folder, "mass_replacement");
             tables += &mass_tables(run, &label);
-            figures.extend(mass_figures(run, &label, plots)?.into_iter().map(|figure| (figure.words, figure.file)));
+            figures.extend(mass_figures(run, &label, plots)?);
         }
         Ok(self.of(runs.iter().map(|(folder, run)| (folder.as_path(), run)).collect(), tables, &figures))
     }
 
-    fn of(&self, runs: Vec<(&Path, &Run)>, tables: String, plots: &[Plot]) -> String {
+    fn of(&self, runs: Vec<(&Path, &Run)>, tables: String, figures: &[Figure]) -> String {
         if runs.is_empty() {
             return "Not measured yet.".into();
         }
         let mut text = String::new();
-        for (title, file) in plots {
-            text += &format!("![{title}]({}/{file})\n", self.to_plots.display());
+        for Figure { words, file, .. } in figures {
+            text += &format!("![{words}]({}/{file})\n", self.to_plots.display());
         }
         text += &format!("{tables}\nRaw data, machine and settings:");
         for (folder, _) in &runs {
@@ -199,18 +191,17 @@ pub fn mass_tables(run: &Run, label: &str) -> String {
         let label = if label.is_empty() { String::new() } else { format!(", run {label}") };
         let _ = writeln!(out, "\n### All replicas of a cluster at once: {}{label}\n\n{HEAD}", of.server);
         for way in of.ways() {
-            let value = |what| of.spread(way, what).map_or("–".to_owned(), range);
-            let whole = |what| of.spread(way, what).map_or("–".to_owned(), whole);
+            let value = |what| cell(of.spread(way, what), Spread::range);
+            let whole = |what| cell(of.spread(way, what), Spread::whole);
             let cpu = |seconds: fn(&Sample) -> f64| {
-                let spread = Spread::of(of.samples(way, SECONDS).map(seconds));
-                spread.map_or("–".to_owned(), |spread| format!("{:.2}", spread.median))
+                cell(Spread::of(of.samples(way, SECONDS).map(seconds)), |spread| spread.median(2))
             };
             let _ = writeln!(
                 out,
                 "| {} | {} | {} | {} | {} | {} | {} | {} |",
                 way.name(),
                 value(SECONDS),
-                of.ratio(way).map_or("–".to_owned(), range),
+                cell(of.ratio(way), Spread::range),
                 value(COPIES),
                 whole(FULL),
                 whole(FORKS),
@@ -223,9 +214,6 @@ pub fn mass_tables(run: &Run, label: &str) -> String {
 }
 
 /// Draws one figure for each server.
-///
-/// # Errors
-/// A file could not be written.
 pub fn mass_figures(run: &Run, label: &str, folder: &Path) -> Result<Vec<Figure>> {
     let mut figures = Vec::new();
     for of in servers(run) {
@@ -234,7 +222,7 @@ pub fn mass_figures(run: &Run, label: &str, folder: &Path) -> Result<Vec<Figure>
             let ratio = of.ratio(way).map_or(String::new(), |ratio| format!("{:.2}, ", ratio.median));
             let copies = of.spread(way, COPIES);
             let copies = copies.map_or(String::new(), |copies| format!("{:.2} × data, ", copies.median));
-            let forks = of.spread(way, FORKS).map_or("–".to_owned(), whole);
+            let forks = cell(of.spread(way, FORKS), Spread::whole);
             let family = if way.is_ours() { Family::Ours } else { Family::Own };
             Some(Bar { name: way.name().to_owned(), family, figure: seconds, note: format!("{ratio}{copies}{forks}") })
         };
@@ -254,13 +242,8 @@ pub fn mass_figures(run: &Run, label: &str, folder: &Path) -> Result<Vec<Figure>
 
 /// The servers of a run, in the order of their first figure.
 fn servers(run: &Run) -> Vec<Of<'_>> {
-    let mut servers: Vec<Of<'_>> = Vec::new();
-    for server in run.samples.iter().filter_map(|sample| Some(sample.case.split_once(": ")?.0)) {
-        if servers.iter().all(|other| other.server != server) {
-            servers.push(Of { run, server });
-        }
-    }
-    servers
+    let named = run.samples.iter().filter_map(|sample| Some(sample.case.split_once(": ")?.0));
+    distinct(named).into_iter().map(|server| Of { run, server }).collect()
 }
 
 impl Of<'_> {
@@ -281,26 +264,10 @@ impl Of<'_> {
     /// The seconds beside those of the server's own replication with the least median, round by round.
     fn ratio(&self, way: Way) -> Option<Spread> {
         let own = self.ways().into_iter().filter(|way| !way.is_ours());
-        let medians = own.filter_map(|way| Some((way, self.spread(way, SECONDS)?.median)));
-        let (best, _) = medians.min_by(|one, other| one.1.total_cmp(&other.1))?;
-        let in_round = |round| self.samples(best, SECONDS).find(|sample| sample.round == round).map(|own| own.value);
-        Spread::of(self.samples(way, SECONDS).filter_map(|sample| Some(sample.value / in_round(sample.round)?)))
+        let best = least(own, |way| self.spread(*way, SECONDS))?;
+        let rounds = |way| self.samples(way, SECONDS).map(|sample| (sample.round, sample.value)).collect::<Vec<_>>();
+        Spread::of_ratios(rounds(way), rounds(best))
     }
-}
-
-fn range(spread: Spread) -> String {
-    if spread.high - spread.low < 0.005 {
-        return format!("{:.2}", spread.median);
-    }
-    format!("{:.2} ({:.2}–{:.2})", spread.median, spread.low, spread.high)
-}
-
-/// A count, or the least and the greatest of the rounds.
-fn whole(spread: Spread) -> String {
-    if spread.low == spread.high {
-        return format!("{:.0}", spread.median);
-    }
-    format!("{:.0}–{:.0}", spread.low, spread.high)
 }
 
 const EXPLAINED: &str = "\
@@ -343,15 +310,8 @@ mod tests {
                 [(Way::OwnDefault, 12.0, 2.0, 2.0), (Way::OwnBest, 8.0, 2.0, 1.0), (Way::RemoraBest, 4.0, 1.0, 1.0)]
             {
                 for (what, value) in [(SECONDS, slow * seconds), (COPIES, copies), (FORKS, forks), (FULL, copies)] {
-                    run.samples.push(Sample {
-                        subject: way.name().to_owned(),
-                        case: case(Kind::Valkey9, what),
-                        round,
-                        value,
-                        reader_cpu_seconds: 0.25,
-                        source_cpu_seconds: 1.5,
-                        gigabytes: 1.0,
-                    });
+                    let sample = Sample::new(way.name(), case(Kind::Valkey9, what), round, value);
+                    run.samples.push(sample.cost(0.25, 1.5, 1.0));
                 }
             }
         }

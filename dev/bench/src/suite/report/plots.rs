@@ -13,9 +13,6 @@ use crate::suite::{Kept, feel, name_of, syncs, volume};
 use crate::sync::{Method, Result};
 
 /// Draws the seconds of each method for each number of replicas, one figure for each group that the tables have.
-///
-/// # Errors
-/// A file could not be written.
 pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Figure>> {
     let mut figures = Vec::new();
     for group in groups(runs) {
@@ -34,9 +31,6 @@ pub fn sync(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Vec<Figure>> 
 /// Draws one figure for the page of readers: the server's own replication and ours over the number of replicas, of the
 /// largest data over the slowest cable that was measured with several numbers of replicas. Runs that compare
 /// compression have data of their own, and are left out.
-///
-/// # Errors
-/// A file could not be written.
 pub fn headline(runs: &[&Kept<syncs::Point>], folder: &Path) -> Result<Option<Figure>> {
     let all = groups(runs);
     let compresses = |group: &tables::Group<'_>| group.points.iter().any(|point| point.method == Method::OwnCompressed);
@@ -126,9 +120,6 @@ fn sentence(group: &tables::Group<'_>) -> Option<String> {
 }
 
 /// Draws the 99th percentile for each number of replicas, for each group of clients.
-///
-/// # Errors
-/// A file could not be written.
 pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Figure>> {
     let cells = cells(runs);
     let key = |cell: &Cell<'_>| {
@@ -175,9 +166,6 @@ pub fn feel(runs: &[&Kept<feel::Point>], folder: &Path) -> Result<Vec<Figure>> {
 }
 
 /// Draws MB/s for each number of jobs, for small and large requests past the page cache.
-///
-/// # Errors
-/// A file could not be written.
 pub fn volume(runs: &[&Kept<volume::Point>], folder: &Path) -> Result<Vec<Figure>> {
     // The newest that is not of an emulated machine alone.
     let is_of_this = |kept: &&&Kept<volume::Point>| {

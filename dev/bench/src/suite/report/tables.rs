@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use super::Figure;
 use crate::suite::{Kept, feel, name_of, syncs};
 use crate::sync::Method;
-use crate::{Spread, Target, memory_of_each};
+use crate::{Spread, Target, cell, equality, least, memory_of_each};
 
 /// Figures that are compared with one another: of one server, one network, one size, one run.
 pub(super) struct Group<'a> {
@@ -69,8 +69,11 @@ impl Group<'_> {
         replicas: usize,
         figure: impl Fn(&syncs::Point) -> f64,
     ) -> Option<Spread> {
-        let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
-        Spread::of(of.map(|point| figure(point)))
+        Spread::of(self.of(method, replicas).map(figure))
+    }
+
+    fn of(&self, method: Method, replicas: usize) -> impl Iterator<Item = &syncs::Point> {
+        self.points.iter().copied().filter(move |point| point.method == method && point.replicas == replicas)
     }
 
     pub(super) fn seconds(&self, method: Method, replicas: usize) -> Option<Spread> {
@@ -80,17 +83,14 @@ impl Group<'_> {
     /// The server's own replication with the shortest time.
     pub(super) fn best_own(&self, replicas: usize) -> Option<Method> {
         let own = self.methods().into_iter().filter(|method| method.is_own());
-        let medians = own.filter_map(|method| Some((method, self.seconds(method, replicas)?.median)));
-        medians.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(method, _)| method)
+        least(own, |method| self.seconds(*method, replicas))
     }
 
     /// Our method with the shortest time, beside those of whole syncs: not a late joiner, and none that is disturbed.
     pub(super) fn best_ours(&self, replicas: usize) -> Option<Method> {
         let whole =
             |method: &Method| method.is_ours() && method.joins().is_none() && *method != Method::RemoraRelayKilled;
-        let ours = self.methods().into_iter().filter(whole);
-        let medians = ours.filter_map(|method| Some((method, self.seconds(method, replicas)?.median)));
-        medians.min_by(|one, other| one.1.total_cmp(&other.1)).map(|(method, _)| method)
+        least(self.methods().into_iter().filter(whole), |method| self.seconds(*method, replicas))
     }
 
     /// The method's name in tables. Agents with relay had memory for the whole data set in runs that do not record
@@ -99,24 +99,6 @@ impl Group<'_> {
         let mut of = self.points.iter().filter(|point| point.method == method);
         let roomy = method.serves_peers() == Some(true) && of.any(|point| point.agent_memory.is_empty());
         if roomy { format!("{}, memory for all", method.name()) } else { method.name().to_owned() }
-    }
-
-    /// Peak memory of the replica agents in MiB.
-    fn agent_memory(&self, method: Method, replicas: usize) -> String {
-        let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
-        memory_of_each(of.map(|point| &point.agent_memory))
-    }
-
-    /// The median of the source agent's processor seconds.
-    fn source_cpu(&self, method: Method, replicas: usize) -> String {
-        let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
-        let spread = method.is_ours().then(|| Spread::of(of.filter_map(|point| point.source_cpu))).flatten();
-        spread.map_or("–".to_owned(), |spread| format!("{:.2}", spread.median))
-    }
-
-    fn equality(&self, method: Method, replicas: usize) -> &'static str {
-        let of = self.points.iter().filter(|point| point.method == method && point.replicas == replicas);
-        equality(of.map(|point| point.equal))
     }
 
     pub(super) fn title(&self) -> String {
@@ -138,15 +120,16 @@ impl Group<'_> {
             for method in self.methods() {
                 let Some(last) = self.seconds(method, replicas) else { continue };
                 let median = |figure: fn(&syncs::Point) -> f64, digits: usize| {
-                    let spread = self.spread(method, replicas, figure);
-                    spread.map_or("–".to_owned(), |spread| format!("{:.digits$}", spread.median))
+                    cell(self.spread(method, replicas, figure), |spread| spread.median(digits))
                 };
+                let of = || self.of(method, replicas);
+                let source_cpu = Spread::of(of().filter_map(|point| point.source_cpu).filter(|_| method.is_ours()));
                 let ratio = best.map_or("–".to_owned(), |best| format!("{:.2}", last.median / best.median));
                 let _ = writeln!(
                     out,
                     "| {replicas} | {} | {} | {ratio} | {} | {} / {} / {} / {} | {} | {} | {} | {} | {} | {} | {} | {} |",
                     self.name(method),
-                    with_range(last),
+                    last.range(),
                     median(|point| point.first_seconds, 2),
                     median(|point| point.snapshot, 2),
                     median(|point| point.transfer, 2),
@@ -155,11 +138,11 @@ impl Group<'_> {
                     median(|point| point.sent as f64 / 1e6, 0),
                     median(|point| point.sent as f64 / point.bytes as f64, 2),
                     median(|point| point.primary_cpu, 2),
-                    self.source_cpu(method, replicas),
+                    cell(source_cpu, |spread| spread.median(2)),
                     median(|point| point.peak_memory as f64 / f64::from(1 << 20), 0),
                     median(|point| point.source_memory as f64 / f64::from(1 << 20), 0),
-                    self.agent_memory(method, replicas),
-                    self.equality(method, replicas),
+                    memory_of_each(of().map(|point| &point.agent_memory)),
+                    equality(of().map(|point| point.equal)),
                 );
             }
         }
@@ -191,22 +174,6 @@ fn anchor(heading: &str) -> String {
         .filter(|c| c.is_alphanumeric() || [' ', '-', '_'].contains(c))
         .map(|c| if c == ' ' { '-' } else { c })
         .collect()
-}
-
-/// Whether all replicas that were compared are equal, in the word of a table.
-fn equality(looked: impl Iterator<Item = Option<bool>>) -> &'static str {
-    match looked.flatten().reduce(|all, equal| all && equal) {
-        None => "–",
-        Some(true) => "yes",
-        Some(false) => "**NO**",
-    }
-}
-
-fn with_range(spread: Spread) -> String {
-    if spread.high - spread.low < 0.005 {
-        return format!("{:.2}", spread.median);
-    }
-    format!("{:.2} ({:.2}–{:.2})", spread.median, spread.low, spread.high)
 }
 
 /// The order of methods in every table: the servers' own, the copiers, ours, as in their definition.
@@ -243,6 +210,12 @@ pub(super) struct Cell<'a> {
 impl Cell<'_> {
     pub(super) fn median(&self, figure: impl Fn(&feel::Point) -> f64) -> f64 {
         Spread::of(self.points.iter().map(|point| figure(point))).map_or(f64::NAN, |spread| spread.median)
+    }
+
+    /// The ratios to another cell's, round by round.
+    fn beside(&self, other: &Cell<'_>, figure: fn(&feel::Point) -> f64) -> Option<Spread> {
+        let rounds = |cell: &Cell<'_>| cell.points.iter().map(|point| (point.round, figure(point))).collect::<Vec<_>>();
+        Spread::of_ratios(rounds(self), rounds(other))
     }
 
     fn is_beside(&self, other: &Cell<'_>) -> bool {
@@ -319,6 +292,7 @@ pub fn felt(runs: &[&Kept<feel::Point>]) -> String {
             let _ = writeln!(out, "\n### {this}\n\n{FEEL_HEAD}");
             title = this;
         }
+        let memory = cell.points.iter().filter_map(|point| Some(point.source_memory? as f64 / f64::from(1 << 20)));
         let _ = writeln!(
             out,
             "| {replicas} | {} | {:.2} | {:.0} | {:.2} | {:.2} | {} | {:.2} | {:.1} | {} | {} |",
@@ -330,8 +304,7 @@ pub fn felt(runs: &[&Kept<feel::Point>]) -> String {
             Some(cell.ratio(&cells)).filter(|ratio| !ratio.is_empty()).unwrap_or("–".into()),
             cell.median(|point| point.felt.p999),
             cell.median(|point| point.felt.most),
-            Spread::of(cell.points.iter().filter_map(|point| Some(point.source_memory? as f64 / f64::from(1 << 20))))
-                .map_or("–".to_owned(), |spread| format!("{:.0}", spread.median)),
+            crate::cell(Spread::of(memory), |spread| spread.median(0)),
             memory_of_each(cell.points.iter().map(|point| &point.agent_memory)),
         );
     }
@@ -424,11 +397,7 @@ impl Group<'_> {
         let (sealed, plain) = (Method::RemoraTcpSealed, Method::RemoraTcp);
         let most = if self.is_shaped() { SEALED_MOST } else { SEALED_LOOPBACK_MOST };
         let against = self.against("1 replica, sealed, against plaintext".into(), (sealed, plain), 1, most);
-        let of = |replicas: usize| {
-            self.points
-                .iter()
-                .filter(move |point| point.method == Method::RemoraRelaySealed && point.replicas == replicas)
-        };
+        let of = |replicas| self.of(Method::RemoraRelaySealed, replicas);
         let more = of(8).filter_map(|many| {
             let one = of(1).find(|one| one.round == many.round)?;
             let gibibytes = many.bytes as f64 / f64::from(1 << 30);
@@ -487,11 +456,8 @@ impl Group<'_> {
         rival: (Method, usize),
         figure: impl Fn(&syncs::Point) -> f64,
     ) -> Option<Spread> {
-        let of = |(method, replicas): (Method, usize)| {
-            self.points.iter().filter(move |point| point.method == method && point.replicas == replicas)
-        };
-        let rival_in = |round| of(rival).find(|point| point.round == round).map(|point| figure(point));
-        Spread::of(of(ours).filter_map(|point| Some(figure(point) / rival_in(point.round)?)))
+        let rounds = |(method, replicas)| self.of(method, replicas).map(|point| (point.round, figure(point)));
+        Spread::of_ratios(rounds(ours), rounds(rival))
     }
 }
 
@@ -501,15 +467,13 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Row> {
     let is_ours = |cell: &&Cell<'_>| cell.first.replicas == 3 && cell.first.method.is_some_and(Method::is_ours);
     let target = |ours: &Cell<'_>| {
         let best = ours.best_own(cells)?;
-        let in_round = |round| best.points.iter().find(|point| point.round == round).map(|point| point.felt.p99);
-        let ratios = ours.points.iter().filter_map(|point| Some(point.felt.p99 / in_round(point.round)?));
         let feel::Point { server, network, clients, .. } = ours.first;
         let method = ours.first.method.map_or("", Method::name);
         let is_auto = ours.first.method.is_some_and(Method::is_upload_auto) && clients == "far";
         Some(Row {
             what: format!("p99 while 3 replicas sync, {method}, against the best of the server's own methods"),
             where_: format!("{server}, {network}, {clients} clients{}", label(ours)),
-            ratio: Spread::of(ratios)?,
+            ratio: ours.beside(best, |point| point.felt.p99)?,
             target: Target::most(if is_auto { FELT_AUTO_MOST } else { FELT_MOST }),
         })
     };
@@ -517,14 +481,12 @@ fn of_feeling(cells: &[Cell<'_>]) -> Vec<Row> {
         |cell: &&Cell<'_>| cell.first.clients == "far" && cell.first.method.is_some_and(Method::is_upload_auto);
     let price = |auto: &Cell<'_>| {
         let other = auto.unlimited(cells)?;
-        let in_round = |round| other.points.iter().find(|point| point.round == round).map(|point| point.seconds);
-        let ratios = auto.points.iter().filter_map(|point| Some(point.seconds / in_round(point.round)?));
         let feel::Point { server, network, replicas, .. } = auto.first;
         let method = auto.first.method.map_or("", Method::name);
         Some(Row {
             what: format!("time of {replicas} replicas beside clients, {method}, against no upload limit"),
             where_: format!("{server}, {network}{}", label(auto)),
-            ratio: Spread::of(ratios)?,
+            ratio: auto.beside(other, |point| point.seconds)?,
             target: Target::most(AUTO_TIME_MOST),
         })
     };

@@ -165,9 +165,6 @@ pub struct Place {
 impl Place {
     /// Mounts it, with room for files of `mib` megabytes, and waits until it is there. `settings` are the variables
     /// that the script has for it.
-    ///
-    /// # Errors
-    /// A program of it is missing, or it cannot be mounted; the script has said more on standard error.
     pub fn start(subject: Subject, mib: u64, settings: &[(&str, &OsStr)]) -> Result<Place> {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("rivals/files");
         let what = &subject.word();
@@ -211,9 +208,6 @@ impl Place {
     }
 
     /// Processor seconds of its processes so far: servers, and the mount.
-    ///
-    /// # Errors
-    /// `/proc` cannot be read.
     pub fn cpu_seconds(&self) -> Result<f64> {
         let namespace = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
         let own = namespace(&self.first.to_string());
@@ -289,9 +283,6 @@ impl Transport {
 }
 
 /// Serves the files until they are unmounted, with the same settings as `remora volume mount`.
-///
-/// # Errors
-/// It cannot be mounted.
 pub fn serve_memory(options: &MemoryOptions) -> Result<bool> {
     let session = SessionOptions {
         ring: options.transport == Transport::Ring,

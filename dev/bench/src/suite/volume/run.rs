@@ -24,9 +24,6 @@ use crate::sync::{Program, Result, available_memory};
 use crate::{cpu, quantile};
 
 /// Runs the subcommand. Returns whether every target was met for which there are figures, and nothing has failed.
-///
-/// # Errors
-/// The run could not be kept, or the command `remora` not be built. What cannot be measured is noted.
 pub fn run(options: &Options) -> Result<bool> {
     if options.emulated {
         return emulated(options);
@@ -51,23 +48,8 @@ pub fn run(options: &Options) -> Result<bool> {
 
 /// Runs this command in an emulated machine, which keeps the run.
 fn emulated(options: &Options) -> Result<bool> {
-    let mut machine = RdmaVm::ready()?.nodes(EMULATED_NODES).limit(EMULATED_TIME);
-    if let Some(out) = &options.out {
-        std::fs::create_dir_all(out)?;
-        machine = machine.writable(&out.canonicalize()?);
-    }
-    let program = std::env::current_exe()?.to_string_lossy().into_owned();
     let remora = format!("REMORA={}", Program::build()?.path().display()); // there is no cargo in the machine
-    let typed = std::env::args().skip(1).filter(|word| word != "--emulated");
-    let command: Vec<String> = ["env".to_owned(), remora, program].into_iter().chain(typed).collect();
-    let ran = machine.run(&command.iter().map(String::as_str).collect::<Vec<_>>())?;
-    print!("{}", String::from_utf8_lossy(&ran.stdout));
-    match ran.status.code() {
-        Some(0) => Ok(true),
-        // It has printed its figures, and could not measure one.
-        Some(1) if !ran.stdout.is_empty() => Ok(false),
-        _ => Err(format!("the emulated machine: {}", String::from_utf8_lossy(&ran.stderr).trim()).into()),
-    }
+    crate::suite::emulated(EMULATED_NODES, EMULATED_TIME, options.out.as_deref(), &["env", &remora], &[])
 }
 
 struct Bench<'a> {
@@ -211,30 +193,10 @@ fn measure(subject: Subject, place: &Place, case: Case, (round, mib, time): (usi
         seconds: 0.0,
         cpu_seconds: 0.0,
     };
-    Ok(match case {
-        Case::Files(cell) => {
-            let measured = measure_cell(place, subject, &cell, mib, time)?;
-            Point {
-                value: measured.megabytes_per_second,
-                operations: measured.operations,
-                p99_us: measured.p99_us,
-                seconds: measured.seconds,
-                cpu_seconds: measured.cpu_seconds,
-                ..point
-            }
-        }
-        Case::OneClient | Case::ManyClients => {
-            let measured = Server::start(place, &round.to_string())?.measure(case, time)?;
-            Point {
-                value: if case == Case::OneClient { measured.median_us } else { measured.per_second },
-                operations: measured.operations,
-                p99_us: Some(measured.p99_us),
-                seconds: measured.operations / measured.per_second,
-                cpu_seconds: measured.cpu_seconds,
-                ..point
-            }
-        }
-    })
+    match case {
+        Case::Files(cell) => measure_cell(place, subject, &cell, mib, time, point),
+        Case::OneClient | Case::ManyClients => Server::start(place, &round.to_string())?.measure(case, time, point),
+    }
 }
 
 const EMULATED: &str = "RDMA is Soft-RoCE in an emulated machine, which shows that it works, and how the two ways compare there: no \
@@ -252,27 +214,9 @@ const BESIDE: Duration = Duration::from_millis(1200);
 
 // One cell of the matrix, by fio, with the command line of [`super::cases::published`].
 
-/// What one run of fio says.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct OfFiles {
-    /// 10⁶ bytes a second. With writes to the page cache, the `fsync` at their end is part of the time.
-    pub megabytes_per_second: f64,
-    /// Requests.
-    pub operations: f64,
-    /// The 99th percentile of their time, in µs.
-    pub p99_us: Option<f64>,
-    /// Wall seconds.
-    pub seconds: f64,
-    /// Processor seconds of fio, and of all processes of the place.
-    pub cpu_seconds: f64,
-}
-
 /// Writes the files of these numbers of jobs once, so that no cell pays for memory that is touched for the first
 /// time, and none writes past the end of a file.
-///
-/// # Errors
-/// fio fails.
-pub fn fill(place: &Place, subject: Subject, jobs: &[u32], mib: u64) -> Result<()> {
+fn fill(place: &Place, subject: Subject, jobs: &[u32], mib: u64) -> Result<()> {
     for jobs in jobs {
         let mut command = fio(place, subject, *jobs, mib);
         command.args(["--rw=write", "--bs=1m", "--direct=0", "--end_fsync=1"]);
@@ -283,10 +227,7 @@ pub fn fill(place: &Place, subject: Subject, jobs: &[u32], mib: u64) -> Result<(
 
 /// Measures one cell for at most so long. Past the page cache the same files are used again and again for that time.
 /// Otherwise each file is read or written once: a second lap would only be one of the page cache. fio drops it before.
-///
-/// # Errors
-/// fio fails, or does not end.
-pub fn measure_cell(place: &Place, subject: Subject, cell: &Cell, mib: u64, time: Duration) -> Result<OfFiles> {
+fn measure_cell(place: &Place, subject: Subject, cell: &Cell, mib: u64, time: Duration, point: Point) -> Result<Point> {
     let mut command = fio(place, subject, cell.jobs, mib);
     let word = cell.pattern.word();
     command.args([
@@ -304,9 +245,9 @@ pub fn measure_cell(place: &Place, subject: Subject, cell: &Cell, mib: u64, time
     let said = report(command)?;
     let own = (cpu::of_ended_children()? - own_before).as_secs_f64();
     let cpu_seconds = place.cpu_seconds()? - before + own;
-    let measured = read_fio(&said, if cell.pattern.writes() { "write" } else { "read" });
-    let measured = measured.ok_or_else(|| format!("fio printed no figures: {said}"))?;
-    Ok(OfFiles { cpu_seconds, ..measured })
+    let direction = if cell.pattern.writes() { "write" } else { "read" };
+    let point = read_fio(&said, direction, point).ok_or_else(|| format!("fio printed no figures: {said}"))?;
+    Ok(Point { cpu_seconds, ..point })
 }
 
 /// fio in that place: as many files as there are jobs, of `mib` megabytes in all.
@@ -349,15 +290,16 @@ fn report(mut command: Command) -> Result<Value> {
     Ok(serde_json::from_str(json)?)
 }
 
-fn read_fio(said: &Value, direction: &str) -> Option<OfFiles> {
+/// With writes to the page cache, the `fsync` at their end is part of the time.
+fn read_fio(said: &Value, direction: &str, point: Point) -> Option<Point> {
     let figures = &said["jobs"][0][direction];
     let number = |name: &str| figures[name].as_f64().filter(|number| *number > 0.0);
-    Some(OfFiles {
-        megabytes_per_second: number("bw_bytes")? / 1e6,
+    Some(Point {
+        value: number("bw_bytes")? / 1e6,
         operations: number("total_ios")?,
         p99_us: figures["clat_ns"]["percentile"]["99.000000"].as_f64().map(|nanos| nanos / 1e3),
         seconds: number("runtime")? / 1e3,
-        cpu_seconds: 0.0,
+        ..point
     })
 }
 
@@ -366,23 +308,8 @@ const FIO_MOST_SECONDS: u32 = 60;
 
 // SETs of a Redis server whose append-only file is in that place, with `appendfsync always`, by redis-benchmark.
 
-/// What one run of redis-benchmark says.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct OfSets {
-    /// SETs a second.
-    pub per_second: f64,
-    /// The median of what a client waits, in µs.
-    pub median_us: f64,
-    /// The 99th percentile.
-    pub p99_us: f64,
-    /// SETs.
-    pub operations: f64,
-    /// Processor seconds of server, client and all processes of the place.
-    pub cpu_seconds: f64,
-}
-
 /// A Redis server with its files in a directory of its own there. Dropping it kills it and removes the directory.
-pub struct Server<'a> {
+struct Server<'a> {
     place: &'a Place,
     process: Option<Process>,
     folder: String,
@@ -390,10 +317,7 @@ pub struct Server<'a> {
 
 impl<'a> Server<'a> {
     /// Starts one, and waits until it answers.
-    ///
-    /// # Errors
-    /// It cannot be started, or does not answer.
-    pub fn start(place: &'a Place, name: &str) -> Result<Server<'a>> {
+    fn start(place: &'a Place, name: &str) -> Result<Server<'a>> {
         let folder = place.path().join(format!("redis-{name}")).display().to_string();
         let made = place.command("mkdir").arg(&folder).output()?;
         if !made.status.success() {
@@ -422,39 +346,32 @@ impl<'a> Server<'a> {
     }
 
     /// Measures for about so long.
-    ///
-    /// # Errors
-    /// redis-benchmark fails, or says something else.
-    pub fn measure(&self, case: Case, time: Duration) -> Result<OfSets> {
+    fn measure(&self, case: Case, time: Duration, point: Point) -> Result<Point> {
         let clients = if case == Case::ManyClients { MANY_CLIENTS } else { 1 };
-        let first = self.run(clients, FIRST_SETS * u64::from(clients))?;
-        let sets = (first.per_second * time.as_secs_f64()) as u64;
+        let few = FIRST_SETS * u64::from(clients);
+        let sets = ((self.run(clients, few)?[0] * time.as_secs_f64()) as u64).max(few);
         let (before, own_before) = (self.place.cpu_seconds()?, cpu::of_ended_children()?);
-        let measured = self.run(clients, sets.max(FIRST_SETS * u64::from(clients)))?;
+        let [per_second, median_us, p99_us] = self.run(clients, sets)?;
         let own = (cpu::of_ended_children()? - own_before).as_secs_f64();
-        Ok(OfSets { cpu_seconds: self.place.cpu_seconds()? - before + own, ..measured })
+        Ok(Point {
+            value: if case == Case::OneClient { median_us } else { per_second },
+            operations: sets as f64,
+            p99_us: Some(p99_us),
+            seconds: sets as f64 / per_second,
+            cpu_seconds: self.place.cpu_seconds()? - before + own,
+            ..point
+        })
     }
 
-    fn run(&self, clients: u32, sets: u64) -> Result<OfSets> {
+    /// SETs a second, and the median and the 99th percentile of what a client waits, in µs.
+    fn run(&self, clients: u32, sets: u64) -> Result<[f64; 3]> {
         let mut command: Command = self.place.command("timeout");
-        command.args([
-            BENCHMARK_MOST_SECONDS,
-            "redis-benchmark",
-            "-p",
-            PORT,
-            "-t",
-            "set",
-            "-d",
-            "64",
-            "--csv",
-            "--precision",
-            "3",
-        ]);
+        let words = "redis-benchmark -t set -d 64 --csv --precision 3";
+        command.arg(BENCHMARK_MOST_SECONDS).args(words.split(' ')).args(["-p", PORT]);
         let ran = command.args(["-c", &clients.to_string(), "-n", &sets.to_string()]).output()?;
         let said = String::from_utf8_lossy(&ran.stdout);
-        let measured = read_sets(&said).map(|measured| OfSets { operations: sets as f64, ..measured });
-        measured
-            .ok_or_else(|| format!("redis-benchmark said {said:?}, {}", String::from_utf8_lossy(&ran.stderr)).into())
+        let wrong = || format!("redis-benchmark said {said:?}, {}", String::from_utf8_lossy(&ran.stderr));
+        Ok(read_sets(&said).ok_or_else(wrong)?)
     }
 }
 
@@ -466,11 +383,11 @@ impl Drop for Server<'_> {
 }
 
 /// `"SET","rps","avg","min","p50","p95","p99","max"`, times in milliseconds.
-fn read_sets(csv: &str) -> Option<OfSets> {
+fn read_sets(csv: &str) -> Option<[f64; 3]> {
     let line = csv.lines().find(|line| line.starts_with("\"SET\""))?;
     let fields: Vec<f64> = line.split(',').skip(1).filter_map(|field| field.trim_matches('"').parse().ok()).collect();
     let [per_second, _, _, median, _, p99, _] = fields[..] else { return None };
-    Some(OfSets { per_second, median_us: median * 1e3, p99_us: p99 * 1e3, operations: 0.0, cpu_seconds: 0.0 })
+    Some([per_second, median * 1e3, p99 * 1e3])
 }
 
 /// In the place's own network.
@@ -489,20 +406,14 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 // What a new connection costs: from the wish to connect until the first answer, one after the other.
 
 /// Opens connections from this process to itself, by TCP, for one round.
-///
-/// # Errors
-/// A connection is not answered.
-pub fn connections_by_tcp(round: usize) -> Result<Point> {
+fn connections_by_tcp(round: usize) -> Result<Point> {
     let ip = RdmaVm::is_here().then(|| RdmaVm::address(1));
     let address = format!("tcp:{}:0", ip.map_or("127.0.0.1".to_owned(), |ip| ip.to_string()));
     measure_connection(if ip.is_some() { EMULATED_TCP } else { TCP }, round, &address, None)
 }
 
 /// The same by RDMA, between two devices.
-///
-/// # Errors
-/// A connection is not answered.
-pub fn connections_by_rdma(round: usize) -> Result<Point> {
+fn connections_by_rdma(round: usize) -> Result<Point> {
     measure_connection(EMULATED_RDMA, round, &format!("rdma:{}:0", RdmaVm::address(1)), Some(RdmaVm::address(0).into()))
 }
 
@@ -510,7 +421,7 @@ pub fn connections_by_rdma(round: usize) -> Result<Point> {
 ///
 /// # Errors
 /// There is no such machine, or it fails.
-pub fn emulated_connections(rounds: usize) -> Result<Vec<Point>> {
+fn emulated_connections(rounds: usize) -> Result<Vec<Point>> {
     let folder = scratch::folder("connections")?;
     let machine = RdmaVm::ready()?.nodes(2).limit(CONNECTIONS_TIME).writable(folder.path());
     let program = std::env::current_exe()?.to_string_lossy().into_owned();
@@ -592,17 +503,17 @@ mod tests {
         let said = r#"{"jobs": [{"read": {"bw_bytes": 0}, "write": {"bw_bytes": 2000000, "total_ios": 20,
             "runtime": 500, "clat_ns": {"percentile": {"99.000000": 7500}}}}]}"#;
         let said: Value = serde_json::from_str(said).unwrap();
-        let measured = read_fio(&said, "write").unwrap();
-        assert_eq!((measured.megabytes_per_second, measured.seconds, measured.p99_us), (2.0, 0.5, Some(7.5)));
-        assert_eq!(read_fio(&said, "read"), None);
+        let point = || cases::tests::point("subject", "case", 0, 0.0);
+        let measured = read_fio(&said, "write", point()).unwrap();
+        assert_eq!((measured.value, measured.seconds, measured.p99_us), (2.0, 0.5, Some(7.5)));
+        assert!(read_fio(&said, "read", point()).is_none());
     }
 
     #[test]
     fn the_median_and_the_rate_are_read() {
         let csv = "\"test\",\"rps\",\"avg_latency_ms\",\"min_latency_ms\",\"p50_latency_ms\",\"p95_latency_ms\",\
                    \"p99_latency_ms\",\"max_latency_ms\"\n\"SET\",\"8333.33\",\"0.110\",\"0.080\",\"0.103\",\"0.151\",\"0.215\",\"0.999\"\n";
-        let measured = read_sets(csv).unwrap();
-        assert_eq!((measured.per_second, measured.median_us, measured.p99_us), (8333.33, 103.0, 215.0));
+        assert_eq!(read_sets(csv), Some([8333.33, 103.0, 215.0]));
         assert_eq!(read_sets("\"SET\",\"1\""), None);
     }
 }
