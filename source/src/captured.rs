@@ -296,7 +296,7 @@ impl GroupWatch {
 // ```
 //
 // A setting that another client has changed meanwhile is left as it is ([`Record`] says why that is known). If another
-// client has the server write its configuration file meanwhile, the values of the source are in it: it is written again.
+// client has the server write its configuration file meanwhile, it is written again.
 
 /// What the settings are changed to.
 const SETTINGS: [(&str, &str); 2] = [(record::SYNC_DELAY, "0"), (record::COMPRESSION, "no")];

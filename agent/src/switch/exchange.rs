@@ -791,8 +791,8 @@ async fn refuse_an_inexact_replica(new: &mut Client) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Refuses an old primary whose clients could write to it as a replica: they would stay there, and what they write would
-/// be acknowledged and lost. Warns of one that would remove keys by itself.
+/// Refuses an old primary whose clients could write to it as a replica: what they write would be acknowledged and lost.
+/// Warns of one that would remove keys by itself.
 async fn refuse_what_would_change_its_data(old: &mut Client) -> Result<(), Failure> {
     let Some(own) = OwnChanges::read(old).await? else { return Ok(()) };
     let url = old.server().url();
