@@ -370,7 +370,8 @@ fn both_servers_note_their_roles_if_that_is_wanted() {
         old.restart().unwrap();
         new.restart().unwrap();
         assert_eq!(roles([&old, &new]), ["slave", "master"]);
-        // The file of the old one cannot be written: clients are led all the same.
+        old.wait_for_link(LONG).unwrap();
+        // The file of one cannot be written: clients are led all the same.
         std::fs::remove_dir_all(old.folder()).unwrap();
         let said = switch(&stage, &new, &old, &["--rewrite-config", "--hook", "/bin/true"], 19);
         says(&said, &["the switch is done", "has not noted its role", "CONFIG REWRITE"]);
