@@ -36,6 +36,8 @@ pub(crate) struct AofFile {
     /// The last mark before the end of what is used, and where it ends.
     pub(crate) mark: Option<Mark>,
     pub(crate) mark_ends: u64,
+    /// How many databases a server needs for these commands.
+    pub(crate) databases: u64,
     /// The database that is selected there.
     pub(crate) mark_database: u64,
     /// The last second that is named before it.
@@ -83,6 +85,7 @@ impl AofFile {
             commands: 0,
             transactions: 0,
             cluster: 0,
+            databases: 1,
             first: None,
             last: None,
             mark: None,
@@ -137,6 +140,7 @@ impl AofFile {
                 }
                 if walker.border() > walk.used {
                     walk.used = walker.border();
+                    walk.databases = walker.databases();
                     walk.commands += std::mem::take(&mut commands);
                 }
             }

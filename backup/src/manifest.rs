@@ -296,8 +296,35 @@ pub(crate) fn oldest_first<T>(mut all: Vec<T>, of: impl Fn(&T) -> &Manifest) -> 
     moves.into_iter().filter_map(|(_, from)| all.get_mut(from)?.take()).collect()
 }
 
-/// The newest of these backups, the oldest of which is first, that is not of a later moment. `pass`: before or after
-/// the clock went back, if it did between backups.
+/// What comes behind a backup, after a time of which nothing can be restored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Behind {
+    /// The next backup.
+    name: String,
+    /// When its snapshot was taken.
+    begins: Moment,
+    because: String,
+}
+
+impl Behind {
+    /// Refuses a moment behind the last one of the backup at `place`.
+    ///
+    /// # Errors
+    /// It is one.
+    pub(crate) fn refuse(&self, until: Moment, last: Moment, place: &dyn fmt::Display) -> Result<(), Failure> {
+        let Behind { name, begins, because } = self;
+        if until <= last || until >= *begins {
+            return Ok(());
+        }
+        Err(Failure::refused(format!(
+            "nothing is known of the moment {until}: {place} ends at {last}, and the next backup, {name}, begins at {begins} ({because}); give \
+             --until {last} for the data before that gap"
+        )))
+    }
+}
+
+/// The newest of these backups, the oldest of which is first, that is not of a later moment, and what is behind it
+/// after a gap. `pass`: before or after the clock went back, if it did between backups.
 ///
 /// # Errors
 /// The moment is both before and after that, and `pass` does not say which one is meant.
@@ -306,8 +333,8 @@ pub(crate) fn newest_until<T>(
     of: impl Fn(&T) -> &Manifest,
     until: Option<Moment>,
     pass: Option<Pass>,
-) -> Result<Option<T>, Failure> {
-    let Some(until) = until else { return Ok(all.into_iter().next_back()) };
+) -> Result<Option<(T, Option<Behind>)>, Failure> {
+    let Some(until) = until else { return Ok(all.into_iter().next_back().map(|newest| (newest, None))) };
     let is_later = |backup: &T| of(backup).taken_seconds > until;
     let Some(last) = all.iter().rposition(|backup| !is_later(backup)) else { return Ok(None) };
     let history = |backup: &T| (of(backup).kind, of(backup).replid.clone());
@@ -326,7 +353,13 @@ pub(crate) fn newest_until<T>(
             )));
         }
     };
-    Ok(chosen.and_then(|at| all.into_iter().nth(at)))
+    let Some(chosen) = chosen else { return Ok(None) };
+    let name = all.get(chosen).map(|backup| of(backup).name.clone());
+    let behind = all.iter().map(&of).find_map(|manifest| {
+        let gap = manifest.gap.as_ref().filter(|gap| Some(&gap.after) == name.as_ref())?;
+        Some(Behind { name: manifest.name.clone(), begins: manifest.taken_seconds, because: gap.because.clone() })
+    });
+    Ok(all.into_iter().nth(chosen).map(|backup| (backup, behind)))
 }
 
 #[cfg(test)]
@@ -388,7 +421,7 @@ mod tests {
         let chosen = |all: &[(u64, u64, &str)], until: Option<u64>, pass| {
             let all = oldest_first(all.iter().copied().map(backup).collect(), |manifest| manifest);
             let chosen = newest_until(all, |manifest| manifest, until.map(Moment::seconds), pass);
-            chosen.map(|chosen| chosen.map(|manifest| manifest.offset)).map_err(|failure| failure.message)
+            chosen.map(|chosen| chosen.map(|(manifest, _)| manifest.offset)).map_err(|failure| failure.message)
         };
         let (first, last) = (Some(Pass::First), Some(Pass::Last));
         // The clock went back between the third and the fourth one.
@@ -408,6 +441,37 @@ mod tests {
         // Offsets of another history say nothing.
         let others = [(1000, 50, "a"), (2000, 10, "b"), (3000, 40, "c")];
         assert_eq!(chosen(&others, Some(2500), None), Ok(Some(10)));
+    }
+
+    #[test]
+    fn a_moment_in_a_gap_is_refused() {
+        let backup = |name: &str, taken: u64, after: Option<&str>| {
+            let text = format!(
+                r#"{{"format": "remora backup", "version": 1, "kind": "journal", "name": "{name}", "replid": "a", "offset": {taken},
+                    "server": "s", "rdb_version": 11, "taken": "", "taken_seconds": {taken}, "bytes": 9, "crc64": "0",
+                    "source": "h"}}"#
+            );
+            let gap =
+                after.map(|after| Gap { after: after.to_owned(), after_offset: 1, because: "it was away".to_owned() });
+            Manifest { gap, ..Manifest::parse(text.as_bytes(), NAME, &"here").unwrap().unwrap() }
+        };
+        let all = || vec![backup("a", 1000, None), backup("b", 2000, Some("a")), backup("c", 3000, None)];
+        let behind =
+            |until| newest_until(all(), |manifest| manifest, Some(Moment::seconds(until)), None).unwrap().unwrap();
+        let (chosen, gap) = behind(1500);
+        assert_eq!(chosen.name, "a");
+        let refused = |until, last| {
+            let refused = gap.as_ref().unwrap().refuse(Moment::seconds(until), Moment::seconds(last), &"backups/a");
+            refused.map_err(|failure| failure.message)
+        };
+        assert_eq!((refused(1400, 1400), refused(1399, 1400), refused(2000, 1400)), (Ok(()), Ok(()), Ok(())));
+        let text = refused(1500, 1400).unwrap_err();
+        assert!(
+            text.contains("backups/a ends at 1970") && text.contains("b, begins at") && text.contains("--until 1970"),
+            "{text}"
+        );
+        // The end of one whole folder is the beginning of the next.
+        assert_eq!((behind(2500).1, behind(3500).1), (None, None));
     }
 
     #[test]

@@ -55,7 +55,8 @@ pub enum Code {
     Store = 17,
     /// The old primary still takes the writes. If it is otherwise, the message says so.
     NotSwitched = 18,
-    /// The switch is done, and the hook failed, or the Sentinels do not name the new primary.
+    /// The switch is done, and the hook failed, or the Sentinels do not name the new primary, or a server has not noted
+    /// its role.
     HookFailed = 19,
 }
 
@@ -119,7 +120,10 @@ impl Code {
             }
             Self::Store => "backup and restore: the object store cannot be reached, or refuses a request",
             Self::NotSwitched => "switch: it did not happen; the message says which server takes the writes",
-            Self::HookFailed => "switch: it is done, but the hook failed, or the Sentinels do not name the new primary",
+            Self::HookFailed => {
+                "switch: it is done, but the hook failed, the Sentinels do not name the new primary, or a server has not \
+                 noted its role (--rewrite-config)"
+            }
         }
     }
 }

@@ -106,6 +106,30 @@ pub struct Rewrites {
     pub calls: u64,
 }
 
+/// Writes the server's configuration file.
+pub const REWRITE: [&str; 2] = ["CONFIG", "REWRITE"];
+
+/// How `INFO commandstats` names the calls of `CONFIG REWRITE`, from Redis 7 on.
+const REWRITE_CALLS: &str = "cmdstat_config|rewrite";
+
+impl Rewrites {
+    /// How often the file was written since the server's start; `None` if the server does not count that.
+    ///
+    /// # Errors
+    /// The connection failed.
+    pub async fn calls(client: &mut Client) -> Result<Option<u64>, ServerError> {
+        let stats = client.info("commandstats").await?;
+        if stats.iter().all(|(name, _)| !name.starts_with("cmdstat_")) {
+            return Ok(None);
+        }
+        // Servers list only what was called. Before Redis 7 there is one line for all of CONFIG.
+        let calls = stats.get(REWRITE_CALLS).and_then(|line| line.strip_prefix("calls="));
+        let is_split = stats.iter().any(|(name, _)| name.starts_with("cmdstat_config|"));
+        let calls = calls.and_then(|calls| calls.split(',').next()?.parse().ok());
+        Ok(calls.or(is_split.then_some(0)))
+    }
+}
+
 /// A setting that was changed.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Stored")]

@@ -687,7 +687,7 @@ pub(super) const EMPTY: &str = "FLUSHALL";
 pub(super) const CUT: [&str; 4] = ["CLIENT", "KILL", "TYPE", "master"];
 
 /// Writes its configuration file.
-pub(super) const REWRITE: [&str; 2] = ["CONFIG", "REWRITE"];
+pub(super) use crate::record::REWRITE;
 
 /// Those of each sync by the link, but `CONFIG SET`, for which [`remora_delivery::link::candidates`] asks because it
 /// can do without.

@@ -613,7 +613,7 @@ impl Task {
         match self {
             Self::Source => {
                 "without +config|get settings that would get in the way are found out only when they do; with the module in the \
-                 server: +remora.status +remora.arm +remora.disarm, and +remora.sweep for --module-capture sweep, +module|load for --load-module; beside Valkey 9 in cluster mode: +cluster|getslotmigrations; for --tune-server: +config|set; +failover ends a \
+                 server: +remora.status +remora.arm +remora.disarm, and +remora.sweep for --module-capture sweep, +module|load for --load-module; beside Valkey 9 in cluster mode: +cluster|getslotmigrations; for --tune-server: +config|set, and +config|rewrite where others write its configuration file; +failover ends a \
                  FAILOVER that waits for ever because only the source is attached"
             }
             Self::Replica => {

@@ -42,7 +42,7 @@ use std::time::{Duration, Instant};
 use remora_base::pace::Growth;
 use remora_base::units::Size;
 use remora_process::exit::{Code, Failure};
-use remora_process::record::Record;
+use remora_process::record::{REWRITE, Record, Rewrites};
 use remora_process::{AbortOnDrop, events, record};
 use remora_redis::info::Info;
 use remora_server::sentinel::{Candidate, Sentinels};
@@ -295,7 +295,8 @@ impl GroupWatch {
 //          └─ the source is killed: the next one for this server puts them back ────────────┘
 // ```
 //
-// A setting that another client has changed meanwhile is left as it is ([`Record`] says why that is known).
+// A setting that another client has changed meanwhile is left as it is ([`Record`] says why that is known). If another
+// client has the server write its configuration file meanwhile, it is written again.
 
 /// What the settings are changed to.
 const SETTINGS: [(&str, &str); 2] = [(record::SYNC_DELAY, "0"), (record::COMPRESSION, "no")];
@@ -474,6 +475,11 @@ impl Tuning {
 impl Changed {
     async fn all(&mut self) -> Result<(), Failure> {
         let mut client = self.server.connect().await?;
+        if self.record.rewrites().is_none()
+            && let Some(calls) = Rewrites::calls(&mut client).await?
+        {
+            self.record.note_rewrites(Some(Rewrites { run_id: Facts::read(&mut client).await?.run_id, calls }));
+        }
         for (name, value) in SETTINGS {
             let Some(present) = record::present(&mut client, name).await? else { continue };
             let before = self.record.original(name, &present);
@@ -494,10 +500,50 @@ async fn put_back(changed: &mut Option<Changed>) -> Result<(), ServerError> {
     let Some(Changed { server, record }) = changed else { return Ok(()) };
     if record.has_settings() {
         let mut client = server.connect().await?;
+        let is_in_the_file = is_in_the_file(&mut client, record).await?;
         record.put_back(&mut client).await?;
+        if is_in_the_file {
+            write_the_file_again(&mut client).await?;
+        }
     }
     record.close();
     *changed = None;
+    Ok(())
+}
+
+/// Whether another client has had the server write its configuration file while the settings were changed.
+async fn is_in_the_file(client: &mut Client, record: &Record) -> Result<bool, ServerError> {
+    let Some(noted) = record.rewrites() else { return Ok(false) };
+    if Facts::read(client).await?.run_id == noted.run_id {
+        return Ok(Rewrites::calls(client).await?.is_some_and(|calls| calls != noted.calls));
+    }
+    // A server that was restarted meanwhile has its settings from the file.
+    for (name, _) in SETTINGS {
+        let present = record::present(client, name).await?;
+        if present.is_some_and(|present| record.original(name, &present) != present) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Has the server write its configuration file again.
+async fn write_the_file_again(client: &mut Client) -> Result<(), ServerError> {
+    let url = client.server().url().to_string();
+    match client.command(&REWRITE).await {
+        Ok(_) => tracing::info!(
+            "another client had {url} write its configuration file while its settings were changed (--tune-server); it is written \
+             again, with its own settings"
+        ),
+        Err(error) if error.refusal().is_some() => tracing::warn!(
+            %error,
+            "another client had {url} write its configuration file while {} and {} were changed (--tune-server), and it can't be \
+             written again: send it CONFIG REWRITE",
+            record::SYNC_DELAY,
+            record::COMPRESSION
+        ),
+        Err(error) => return Err(error),
+    }
     Ok(())
 }
 

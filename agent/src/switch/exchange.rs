@@ -35,7 +35,7 @@ use super::{Ready, TASK, Told};
 use crate::args::{HostPort, SwitchArgs};
 use crate::exit::{Code, Failure};
 use crate::server::own_changes::{Counted, OwnChanges};
-use crate::server::permission::{Permission, TO_REPLICATE};
+use crate::server::permission::{ALWAYS, Needed, Permission, TO_REPLICATE};
 use crate::server::{Client, Credentials, Facts, Password, Role, Server, ServerError, Version};
 use crate::units::{Size, counted};
 use remora_base::mutation::Mutation;
@@ -634,6 +634,12 @@ pub(super) async fn look(args: &SwitchArgs) -> Result<Found, Failure> {
             refuse_sentinels(&mut old).await?;
         }
         refuse_an_inexact_replica(&mut new).await?;
+        refuse_what_would_change_its_data(&mut old).await?;
+        if args.rewrite_config {
+            for (client, facts) in [(&mut old, &of_old), (&mut new, &of_new)] {
+                refuse_what_notes_no_role(client, facts).await?;
+            }
+        }
         if let Some(why) = lacks_room(&of_old, &new.info("memory").await?) {
             return Err(Failure::refused(format!("{} {why}; raise maxmemory there first", to.url())));
         }
@@ -774,9 +780,52 @@ async fn refuse_an_inexact_replica(new: &mut Client) -> Result<(), Failure> {
     }
     if let Some(keys) = since_start.evicted.filter(|keys| *keys > 0) {
         let keys = counted(keys, "key");
+        if let Some(what) = own.and_then(|own| own.of_the_limit()) {
+            return Err(Failure::refused(format!(
+                "{url} is a replica that {what}, and has removed {keys} since its start: set replica-ignore-maxmemory yes there, and \
+                 compare the two with remora verify; if they are not the same, make it a replica again"
+            )));
+        }
         tracing::warn!("{url} has removed {keys} since its start because its memory was full");
     }
     Ok(())
+}
+
+/// Refuses an old primary whose clients could write to it as a replica: what they write would be acknowledged and lost.
+/// Warns of one that would remove keys by itself.
+async fn refuse_what_would_change_its_data(old: &mut Client) -> Result<(), Failure> {
+    let Some(own) = OwnChanges::read(old).await? else { return Ok(()) };
+    let url = old.server().url();
+    if own.is_writable {
+        return Err(Failure::refused(format!(
+            "clients could write to {url} when it is a replica (replica-read-only no), and what they write would be lost: set it to \
+             yes there first"
+        )));
+    }
+    if let Some(what) = own.of_the_limit() {
+        tracing::warn!(
+            "{url} will be a replica that {what}: set replica-ignore-maxmemory yes there, if it is to be the primary again"
+        );
+    }
+    Ok(())
+}
+
+/// Writes the configuration file of a server.
+const NOTE_THE_ROLE: Needed = Needed { command: &["CONFIG", "REWRITE"], refused_by_itself: &[], since: ALWAYS };
+
+/// Refuses a server that could not note its role (`--rewrite-config`).
+async fn refuse_what_notes_no_role(client: &mut Client, facts: &Facts) -> Result<(), Failure> {
+    let url = client.server().url().to_string();
+    if let Permission::Refused(error) = NOTE_THE_ROLE.ask(client, facts).await? {
+        return Err(Failure::refused(format!("{error}; --rewrite-config needs it")));
+    }
+    match client.info("server").await?.get("config_file") {
+        Some("") => Err(Failure::refused(format!(
+            "{url} was started without a configuration file, so it cannot note its role (--rewrite-config): start it with a file, or \
+             omit the option"
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Why a replica would not keep what it holds as a primary, which heeds its `maxmemory`. A limit that the old primary
@@ -872,9 +921,10 @@ fn leads_to(listed: &(String, u16), (hosts, port): &(Vec<String>, Option<u16>)) 
     hosts.contains(&listed.0) && *port == Some(listed.1)
 }
 
-/// The replicas beside that one, with what follows from that.
+/// The replicas beside that one, with what follows from that. A link without a port is no server: a source has one.
 fn others_in(info: &Info, listed: &(String, u16)) -> Vec<String> {
-    let is_other = |replica: &Replica| (replica.ip.as_str(), replica.port) != (listed.0.as_str(), listed.1);
+    let is_other =
+        |replica: &Replica| replica.port != 0 && (replica.ip.as_str(), replica.port) != (listed.0.as_str(), listed.1);
     let named = |replica: Replica| HostPort { host: replica.ip, port: replica.port }.to_string();
     info.replicas().filter(is_other).map(named).collect()
 }

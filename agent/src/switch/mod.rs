@@ -211,9 +211,7 @@ async fn finish(args: &SwitchArgs, ready: &mut Ready, name: &mut Option<Name>) -
             name.set_back(&mut ready.new, true).await;
         }
     }
-    if args.rewrite_config {
-        rewrite_config(ready).await;
-    }
+    let noted = if args.rewrite_config { note_roles(ready).await } else { Ok(()) };
     if let (Ok(()), Some(program)) = (&led, &args.hook) {
         led = run_hook(program, args.hook_timeout, (&old, &new)).await;
     }
@@ -225,17 +223,27 @@ async fn finish(args: &SwitchArgs, ready: &mut Ready, name: &mut Option<Name>) -
             "the switch is done: {new} is the primary; but {why}, so clients may still be at {old}: lead them by hand, or switch back"
         );
         Failure::new(Code::HookFailed, text)
+    })?;
+    noted.map_err(|why| {
+        let text = format!("the switch is done: {new} is the primary; but {why}, and a restart there undoes it: send it CONFIG REWRITE when it can");
+        Failure::new(Code::HookFailed, text)
     })
 }
 
-/// Has both servers note their roles. One that cannot is named; the switch is done.
-async fn rewrite_config(ready: &mut Ready) {
-    for side in [Side::Old, Side::New] {
+/// Has both servers note their roles.
+///
+/// # Errors
+/// Why one has not, the old one first.
+async fn note_roles(ready: &mut Ready) -> Result<(), String> {
+    let mut noted = Ok(());
+    for side in [Side::New, Side::Old] {
         let told = ready.told(side);
         if let Err(error) = told.command(&["CONFIG", "REWRITE"]).await {
-            tracing::warn!(%error, "{} has not noted its role: a restart undoes it", told.url());
+            tracing::warn!(%error, "{} has not noted its role", told.url());
+            noted = Err(format!("{} has not noted its role ({error})", told.url()));
         }
     }
+    noted
 }
 
 /// Closes the connections of clients at the old primary, unless somebody has made it the primary again meanwhile.

@@ -34,7 +34,7 @@ use remora_redis::rdb::crc64;
 use super::{AofFolder, FOLDER, Found as Files, folder_for};
 use crate::archive::{self, ENDING, Identities, Segment, failure_of, missing};
 use crate::commands_file::{checked_list, reaches, write_stream};
-use crate::manifest::{Damaged, IN_FOLDER, Kind, Manifest, checked_snapshot, newest_until};
+use crate::manifest::{Behind, Damaged, IN_FOLDER, Kind, Manifest, checked_snapshot, newest_until};
 use crate::options::{Location, Pass, RestoreOptions, StoreOptions};
 use crate::shelf;
 use crate::store::{self, Store};
@@ -49,6 +49,8 @@ pub(super) struct Archived {
     /// What opens its objects, if they are encrypted.
     identities: Option<Identities>,
     pub(super) manifest: Manifest,
+    /// The next backup, if there is a gap between both and a moment was asked for.
+    behind: Option<Behind>,
 }
 
 /// What one object must be.
@@ -67,7 +69,7 @@ impl Archived {
         let at = &options.from;
         let identities = options.identity.as_deref().map(Identities::read).transpose()?;
         if let Some(store) = store::open(at, &options.store, options.retry_for)?
-            && let Some(manifest) = newest(&*store, options.until, options.until_pass)?
+            && let Some((manifest, behind)) = newest(&*store, options.until, options.until_pass)?
         {
             if let Location::Path(path) = at
                 && !shelf::list(path, Damaged::Refused)?.is_empty()
@@ -76,13 +78,13 @@ impl Archived {
                     "{at} has backups as files and as objects: name the one that is meant, as {at}/NAME"
                 )));
             }
-            return Ok(Some(Archived { store, identities, manifest }));
+            return Ok(Some(Archived { store, identities, manifest, behind }));
         }
         if let Some((above, name)) = named(at)
             && let Some(store) = store::open(&above, &options.store, options.retry_for)?
             && let Some(manifest) = archive::read(&*store, &name)?
         {
-            return Ok(Some(Archived { store, identities, manifest }));
+            return Ok(Some(Archived { store, identities, manifest, behind: None }));
         }
         match at {
             Location::Path(_) => Ok(None),
@@ -123,7 +125,10 @@ impl Archived {
         let mut wanted = self.segments()?;
         // Up to the last one, without a gap: if the clock went back, there are later ones between them.
         let last = wanted.iter().rposition(|segment| until.is_none_or(|until| segment.begun <= until));
+        let all = wanted.len();
         wanted.truncate(last.map_or(0, |last| last + 1));
+        // What is of a later moment shows that nothing is missing before.
+        let behind = self.behind.clone().filter(|_| wanted.len() == all);
         let total = base.bytes + wanted.iter().map(|segment| segment.bytes).sum::<u64>();
         host::check_space("the backup", into, total)?;
         let meter = Meter::start("fetched", Unit::Bytes, Some(total));
@@ -140,7 +145,8 @@ impl Archived {
         meter.finish();
         fs::write(folder.join("appendonly.aof.manifest"), checked_list(&List { files })).map_err(failed)?;
         self.manifest.write(&into.join(IN_FOLDER))?;
-        AofFolder::at(&folder)?.map(Files::Folder).ok_or_else(|| failed(io::Error::other("its list is missing")))
+        let found = AofFolder::at(&folder)?.ok_or_else(|| failed(io::Error::other("its list is missing")))?;
+        Ok(Files::Folder(AofFolder { behind, ..found }))
     }
 
     /// Fetches its snapshot into a folder of this host, whatever commands there are since, while `goes_on` says so.
@@ -231,7 +237,11 @@ fn no_segment(at: &str, number: u64) -> Failure {
 }
 
 /// The newest backup that is not of a later moment; `None` if there is no backup at all.
-fn newest(store: &dyn Store, until: Option<Moment>, pass: Option<Pass>) -> Result<Option<Manifest>, Failure> {
+fn newest(
+    store: &dyn Store,
+    until: Option<Moment>,
+    pass: Option<Pass>,
+) -> Result<Option<(Manifest, Option<Behind>)>, Failure> {
     let all = archive::list(store, Damaged::Refused)?;
     if all.is_empty() {
         return Ok(None);
@@ -245,7 +255,7 @@ fn newest(store: &dyn Store, until: Option<Moment>, pass: Option<Pass>) -> Resul
         )));
     }
     match newest_until(all, |backup| backup, until, pass)? {
-        Some(manifest) => Ok(Some(manifest)),
+        Some(chosen) => Ok(Some(chosen)),
         None => Err(Failure::refused(format!(
             "all backups in {at} are of a later moment than --until: give a later one, or name an older backup"
         ))),

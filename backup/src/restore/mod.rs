@@ -26,7 +26,7 @@ use tempfile::TempDir;
 
 use self::archived::Archived;
 use crate::commands_file::{self, AofFile, End};
-use crate::manifest::{Damaged, IN_FOLDER, Kind, Manifest as About, checked_snapshot, newest_until};
+use crate::manifest::{Behind, Damaged, IN_FOLDER, Kind, Manifest as About, checked_snapshot, newest_until};
 use crate::options::{Location, Pass, RestoreOptions};
 use crate::shelf::{self, Backup};
 use remora_base::files::{self, PRIVATE};
@@ -56,6 +56,8 @@ pub struct Report {
     /// Keys of each database in the snapshot.
     #[serde(skip_serializing_if = "Option::is_none")]
     keys: Option<BTreeMap<u64, u64>>,
+    /// How many databases a server needs for it.
+    databases: u64,
     /// Keys of the snapshot whose time to live has ended by now.
     expired_keys: u64,
     /// The first moment that can be restored.
@@ -141,6 +143,11 @@ fn checked(options: &RestoreOptions, found: &Found, moves: bool) -> Result<Repor
             if let Some(until) = options.until.filter(|until| *until < taken && !commands.is_after_a_step) {
                 return Err(too_early(&folder.path, taken, until));
             }
+            if let (Some(until), Some(behind)) = (options.until, &folder.behind)
+                && !(commands.is_after_a_step || commands.is_cut)
+            {
+                behind.refuse(until, commands.last.unwrap_or(taken), &folder.path.display())?;
+            }
             Report::of(folder.path.clone(), base.as_ref(), Some(commands))
         }
     };
@@ -153,7 +160,7 @@ fn checked(options: &RestoreOptions, found: &Found, moves: bool) -> Result<Repor
             Found::Folder(aof) => lay_out_folder(aof, report.commands.as_ref(), to, how)?,
         };
         report.laid_at = Some(laid);
-        report.settings = settings(found);
+        report.settings = settings(found, report.databases);
     }
     Ok(report)
 }
@@ -177,7 +184,10 @@ impl Report {
         };
         let said = |moment: Moment| if moment == Moment::default() { String::new() } else { moment.to_string() };
         let offset = commands.as_ref().and_then(|commands| commands.offset);
+        let keys = rdb.and_then(|rdb| rdb.keys.clone());
+        let highest = keys.as_ref().and_then(|keys| Some(keys.last_key_value()?.0 + 1));
         Report {
+            databases: commands.as_ref().map_or(1, |commands| commands.databases).max(highest.unwrap_or(1)),
             path,
             server: rdb.map(|rdb| rdb.server.clone()).unwrap_or_default(),
             rdb_version: rdb.map(|rdb| rdb.version),
@@ -185,7 +195,7 @@ impl Report {
             offset: offset.or(rdb.map(|rdb| rdb.offset)).unwrap_or_default(),
             bytes: rdb.map_or(0, |rdb| rdb.bytes) + commands.as_ref().map_or(0, |commands| commands.bytes),
             has_checksum: rdb.is_some_and(|rdb| rdb.has_checksum),
-            keys: rdb.and_then(|rdb| rdb.keys.clone()),
+            keys,
             expired_keys: rdb.map_or(0, |rdb| rdb.expired),
             first: said(first),
             last: said(last),
@@ -235,6 +245,13 @@ impl Report {
         if !moments.is_empty() {
             lines.push(format!("moments    {moments}"));
         }
+        if self.databases > DATABASES {
+            lines.push(format!(
+                "databases  {0}: start the server with databases {0} at least; with fewer it does not load the snapshot, or carries \
+                 out in another database what was written to one that it lacks",
+                self.databases
+            ));
+        }
         if self.expired_keys > 0 {
             lines.push(format!(
                 "expired    {} of the snapshot, whose time to live has ended since: a server deletes them when it loads them",
@@ -269,6 +286,8 @@ struct AofFolder {
     manifest: Manifest,
     /// The command files have checksums.
     is_checked: bool,
+    /// The next backup, if there is a gap between both and a moment was asked for.
+    behind: Option<Behind>,
 }
 
 /// The servers' default name of the folder (`appenddirname`).
@@ -315,10 +334,13 @@ impl Found {
             )));
         }
         match newest_until(all, |backup: &Backup| &backup.manifest, until, pass)? {
-            Some(backup) if backup.manifest.kind == Kind::Snapshot => Ok(Found::Snapshot(backup.path)),
-            Some(backup) => AofFolder::at(&backup.path.join(FOLDER))?.map(Found::Folder).ok_or_else(|| {
-                Failure::refused(format!("{} has lost its list of files ({FOLDER})", backup.path.display()))
-            }),
+            Some((backup, _)) if backup.manifest.kind == Kind::Snapshot => Ok(Found::Snapshot(backup.path)),
+            Some((backup, behind)) => match AofFolder::at(&backup.path.join(FOLDER))? {
+                Some(folder) => Ok(Found::Folder(AofFolder { behind, ..folder })),
+                None => {
+                    Err(Failure::refused(format!("{} has lost its list of files ({FOLDER})", backup.path.display())))
+                }
+            },
             None if path.join("dump.rdb").is_file() => Ok(Found::Snapshot(path.join("dump.rdb"))),
             None if is_empty => match AofFolder::below(path)? {
                 Some(folder) => Ok(Found::Folder(folder)),
@@ -390,7 +412,7 @@ impl AofFolder {
         if manifest.files.is_empty() {
             return Err(unreadable(&"it names no file"));
         }
-        Ok(Some(AofFolder { path: path.to_owned(), list, manifest, is_checked }))
+        Ok(Some(AofFolder { path: path.to_owned(), list, manifest, is_checked, behind: None }))
     }
 
     /// The folder at this path, which a backup names.
@@ -470,10 +492,13 @@ fn refuse_a_folder_in_use(folder: &Path) -> Result<(), Failure> {
     }
 }
 
+/// How many databases a server has by default.
+const DATABASES: u64 = 16;
+
 /// The settings with which a server loads the files of this backup. Each has a default that another server may have
 /// changed.
-fn settings(found: &Found) -> BTreeMap<&'static str, String> {
-    match found {
+fn settings(found: &Found, databases: u64) -> BTreeMap<&'static str, String> {
+    let mut settings = match found {
         Found::Snapshot(_) => BTreeMap::from([("appendonly", "no".to_owned()), ("dbfilename", SNAPSHOT.to_owned())]),
         Found::Folder(folder) => {
             let name = folder.list.strip_suffix(LIST_SUFFIX).unwrap_or(&folder.list).to_owned();
@@ -483,7 +508,11 @@ fn settings(found: &Found) -> BTreeMap<&'static str, String> {
                 ("appendfilename", name),
             ])
         }
+    };
+    if databases > DATABASES {
+        settings.insert("databases", databases.to_string());
     }
+    settings
 }
 
 /// Lays an RDB file out.
@@ -581,6 +610,9 @@ struct Commands {
     transactions: u64,
     /// Commands that change the map of a cluster. A backup of an earlier release may have some.
     cluster_changes: u64,
+    /// How many databases a server needs for them.
+    #[serde(skip)]
+    databases: u64,
     /// The first and the last second that they name.
     #[serde(skip)]
     first: Option<Moment>,
@@ -591,6 +623,9 @@ struct Commands {
     offset: Option<u64>,
     /// Why some of the bytes are left out; empty if none are.
     left_out: String,
+    /// Commands of later moments follow.
+    #[serde(skip)]
+    is_cut: bool,
     /// Bytes of the last file that are used.
     #[serde(skip)]
     last_bytes: u64,
@@ -649,6 +684,7 @@ fn check(
                 let rest = folder.manifest.files.len() - number - 1;
                 all.left_out =
                     format!("all behind byte {} of {}, and {rest} more files (--until)", read.used, file.name);
+                all.is_cut = true;
                 break;
             }
             End::Torn(length) if is_last => {
@@ -727,6 +763,7 @@ impl Commands {
         self.commands += file.commands;
         self.transactions += file.transactions;
         self.cluster_changes += file.cluster;
+        self.databases = self.databases.max(file.databases);
         self.first = self.first.or(file.first);
         self.last = file.last.or(self.last);
         self.offset = file.mark.map(|mark| mark.offset).or(self.offset);
@@ -756,7 +793,13 @@ mod tests {
             std::fs::write(at.join(&name), text).unwrap();
             named.push(NamedFile { name, number, kind: FileKind::Incremental });
         }
-        AofFolder { path: at.to_owned(), list: String::new(), manifest: Manifest { files: named }, is_checked: false }
+        AofFolder {
+            path: at.to_owned(),
+            list: String::new(),
+            manifest: Manifest { files: named },
+            is_checked: false,
+            behind: None,
+        }
     }
 
     #[test]
@@ -792,5 +835,25 @@ mod tests {
             let (_, commands) = check(&folder, Some(Moment::seconds(until)), None).unwrap();
             assert_eq!(commands.commands, count, "{until}");
         }
+    }
+
+    #[test]
+    fn a_server_is_told_how_many_databases_the_commands_need() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = folder(temporary.path(), &[&[(10, "a")], &[(20, "b")]]);
+        let needed = |folder: &AofFolder, until: Option<u64>| {
+            let (_, commands) = check(folder, until.map(Moment::seconds), None).unwrap();
+            Report::of(PathBuf::new(), None, Some(commands)).databases
+        };
+        assert_eq!(needed(&folder, None), 1);
+        let file = temporary.path().join("appendonly.aof.2.incr.aof");
+        let mut text = std::fs::read(&file).unwrap();
+        command(&mut text, &["SELECT", "19"]);
+        command(&mut text, &["SET", "c", "1"]);
+        std::fs::write(file, text).unwrap();
+        assert_eq!((needed(&folder, None), needed(&folder, Some(15))), (20, 1));
+        let found = Found::Folder(folder);
+        assert_eq!(settings(&found, 20)["databases"], "20");
+        assert_eq!(settings(&found, 16).get("databases"), None);
     }
 }

@@ -259,6 +259,8 @@ pub struct Walker {
     /// The end of the last command or note outside a transaction.
     border: u64,
     database: u64,
+    /// How many databases a server needs for what has ended.
+    databases: u64,
 }
 
 /// What is known of the present command beside its verb.
@@ -274,6 +276,46 @@ enum Present {
     Late(Late),
     /// It may have a time.
     Times { times: Times, has_one_key: bool },
+    /// It names databases, beside the one that is selected.
+    Databases(Names),
+}
+
+/// Where a command names databases.
+#[derive(Debug, Clone, Copy)]
+enum Names {
+    /// `MOVE key database`
+    Second,
+    /// `SWAPDB database database`
+    Both,
+    /// `COPY source destination DB database`. `is_next`: the word before the number was read.
+    BehindWord { is_next: bool },
+}
+
+impl Names {
+    /// Where that command names databases; `None` if it names none.
+    fn of(name: &[u8]) -> Option<Names> {
+        let all: [(&[u8], Names); 3] =
+            [(b"MOVE", Names::Second), (b"SWAPDB", Names::Both), (b"COPY", Names::BehindWord { is_next: false })];
+        all.into_iter().find(|(known, _)| name.eq_ignore_ascii_case(known)).map(|(_, names)| names)
+    }
+
+    fn looks_at(self, argument: u64) -> bool {
+        match self {
+            Names::Second => argument == 2,
+            Names::Both => true,
+            Names::BehindWord { .. } => argument > 2,
+        }
+    }
+
+    /// Takes an argument that is looked at. Returns the database that it names.
+    fn take(&mut self, short: &[u8]) -> Option<u64> {
+        if let Names::BehindWord { is_next } = self
+            && !std::mem::replace(is_next, short.eq_ignore_ascii_case(b"DB"))
+        {
+            return None;
+        }
+        info::decimal_u64(short).filter(|number| *number <= ARGUMENTS_MAX)
+    }
 }
 
 /// The channel on which Sentinels tell each other what they know, every two seconds. An old message changes nothing: it
@@ -338,6 +380,7 @@ impl Walker {
             in_transaction: false,
             border: 0,
             database: 0,
+            databases: 1,
         }
     }
 
@@ -369,7 +412,7 @@ impl Walker {
             Present::Message => Some(Late::Message),
             Present::Container => Some(Late::State),
             Present::Times { times, .. } => times.found().map(|_| Late::State),
-            Present::Any => None,
+            Present::Any | Present::Databases(_) => None,
         }
     }
 
@@ -413,6 +456,11 @@ impl Walker {
     /// The database that commands use here.
     pub fn database(&self) -> u64 {
         self.database
+    }
+
+    /// How many databases a server needs for all that has been read.
+    pub fn databases(&self) -> u64 {
+        self.databases.max(self.database + 1)
     }
 
     /// Takes the next bytes: up to the first find, or all of them. Returns how many, and what was found.
@@ -503,6 +551,7 @@ impl Walker {
         match (self.argument, &self.command) {
             (0, _) | (1, Present::Container | Present::Message) => true,
             (argument, Present::Times { times, .. }) => times.looks_at(argument),
+            (argument, Present::Databases(names)) => names.looks_at(argument),
             (1, _) => self.verb == Verb::Select,
             _ => false,
         }
@@ -611,6 +660,12 @@ impl Walker {
                 }
                 None
             }
+            (argument, Present::Databases(names)) => {
+                if let Some(database) = short.filter(|_| names.looks_at(argument)).and_then(|short| names.take(short)) {
+                    self.databases = self.databases.max(database + 1);
+                }
+                None
+            }
             _ => None,
         }
     }
@@ -632,7 +687,8 @@ impl Walker {
             Some(Effect::Frame) if is("SELECT") => (Verb::Select, Present::Any),
             Some(Effect::Frame) if is("MULTI") => (Verb::Multi, Present::Any),
             Some(Effect::Frame) => (Verb::Exec, Present::Any),
-            Some(Effect::Data | Effect::ScriptCache | Effect::Cluster) => (Verb::Other, Present::Any),
+            Some(Effect::Data) => (Verb::Other, Names::of(name).map_or(Present::Any, Present::Databases)),
+            Some(Effect::ScriptCache | Effect::Cluster) => (Verb::Other, Present::Any),
             None if is("CLUSTER") => (Verb::Cluster, Present::Container),
             None => (Verb::Other, Present::Any),
         };
@@ -650,6 +706,7 @@ impl Walker {
         }
         if self.argument == 1 && self.verb == Verb::Select {
             let number = info::decimal_u64(&self.short).filter(|number| *number <= ARGUMENTS_MAX);
+            self.databases = self.databases();
             self.database = number.ok_or_else(|| self.error("the number of a database", &self.short.clone()))?;
         }
         self.argument += 1;
@@ -857,5 +914,26 @@ mod tests {
             let (one, other) = (end(walk(Walker::of_file(), &bytes, piece)), end(walk(Walker::of_file(), &bytes, bytes.len())));
             prop_assert_eq!(one.map_err(|error| error.at), other.map_err(|error| error.at));
         }
+    }
+
+    #[test]
+    fn the_databases_that_commands_need_are_counted() {
+        let needed = |commands: &[&[&str]]| {
+            let mut bytes = Vec::new();
+            commands.iter().for_each(|words| command(&mut bytes, words));
+            let mut walker = Walker::of_stream(0, 0);
+            let mut rest = &bytes[..];
+            while !rest.is_empty() {
+                let (taken, _) = walker.feed(rest).unwrap();
+                rest = &rest[taken..];
+            }
+            walker.databases()
+        };
+        assert_eq!(needed(&[]), 1);
+        assert_eq!(needed(&[&["SELECT", "20"], &["SET", "a", "1"], &["SELECT", "3"]]), 21);
+        assert_eq!(needed(&[&["SELECT", "3"], &["move", "30", "17"]]), 18);
+        assert_eq!(needed(&[&["SWAPDB", "1", "18"], &["SWAPDB", "19", "2"]]), 20);
+        assert_eq!(needed(&[&["COPY", "50", "60", "DB", "17", "REPLACE"]]), 18);
+        assert_eq!(needed(&[&["COPY", "DB", "50", "REPLACE"], &["SET", "DB", "90"], &["HSET", "DB", "DB", "70"]]), 1);
     }
 }

@@ -9,7 +9,7 @@ use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use age::secrecy::ExposeSecret;
 use bucket::{Store, of_base};
@@ -19,6 +19,7 @@ use serde_json::Value;
 use crate::kit::{
     LONG, Scene, Stage, ends, fill, number, primary, quick, says, steady_writer, strs, write_past_the_backlog,
 };
+use remora_base::units::Moment;
 use remora_lab::compare::{Contents, differences_of};
 use remora_lab::server::wait_until;
 use remora_lab::workload::fill_every_type;
@@ -376,6 +377,8 @@ fn a_source_that_has_lost_what_comes_next_makes_a_gap_that_is_said() {
     let mut backup = scene.journal(&[]);
     scene.set(1, "recorded");
     scene.wait_until_recorded();
+    // The gap has a second of its own.
+    std::thread::sleep(Duration::from_secs(2));
     scene.source.restart(&scene.primary);
     scene.set(2, "in the gap");
     backup.wait_for_line("no moment between", LONG).unwrap();
@@ -386,7 +389,11 @@ fn a_source_that_has_lost_what_comes_next_makes_a_gap_that_is_said() {
     let sets = scene.sets();
     assert_eq!(sets.len(), 2);
     let newer = sets.iter().map(|set| json(&set.join("backup.json"))).find(|manifest| manifest.get("gap").is_some());
-    let gap = newer.unwrap()["gap"].clone();
+    let newer = newer.unwrap();
+    let gap = newer["gap"].clone();
+    let before = Moment::seconds(newer["taken_seconds"].as_u64().unwrap() - 1).to_string();
+    let said = scene.stage.end(&["restore", &scene.shelf(), "--until", &before], 3);
+    says(&said, &["nothing is known of the moment", gap["after"].as_str().unwrap(), "for the data before that gap"]);
     assert!(sets.iter().any(|set| set.ends_with(gap["after"].as_str().unwrap())), "{gap}");
     let data = scene.stage.path("data");
     scene.restore(&scene.shelf(), &["--to", &data]);

@@ -84,6 +84,45 @@ fn the_way_back_to_a_server_with_fewer_databases_is_warned_of() {
     }
 }
 
+#[test]
+fn servers_that_would_lose_writes_or_have_lost_keys_are_refused() {
+    let stage = Stage::new();
+    for kind in require::kinds() {
+        let (old, new) = pair(kind);
+        let set = |server: &Server, name: &str, value: &str| {
+            server.client().unwrap().ok(&["CONFIG", "SET", name, value]).unwrap();
+        };
+        // Clients that stay at the old one would be told that their writes are done.
+        set(&old, "replica-read-only", "no");
+        says(&switch(&stage, &old, &new, &[], 3), &["what they write would be lost", "replica-read-only no"]);
+        set(&old, "replica-read-only", "yes");
+        // It may not be told to write its file, or has none.
+        let client = &mut new.client().unwrap();
+        client.ok(&["ACL", "SETUSER", "mover", "on", ">secret", "+@all", "-config|rewrite"]).unwrap();
+        let file = stage.secret("password", "secret");
+        let login = ["--to-user", "mover", "--to-password-file", &file, "--rewrite-config"];
+        says(&switch(&stage, &old, &new, &login, 3), &["CONFIG REWRITE", "--rewrite-config needs it"]);
+        set(&old, "replica-ignore-maxmemory", "no");
+        set(&old, "maxmemory", "1gb");
+        let said = switch(&stage, &old, &new, &["--dry-run"], 0);
+        says(&said, &["will be a replica that refuses its primary's writes", "nothing was changed"]);
+        // The new one removes keys, and has room then.
+        set(&new, "maxmemory-policy", "allkeys-random");
+        set(&new, "replica-ignore-maxmemory", "no");
+        set(&new, "maxmemory", &(number(&new, "used_memory") - 300_000).to_string());
+        let mut client = old.client().unwrap();
+        wait_until("keys to be removed", LONG, || {
+            client.ok(&["SET", "one", "more"])?;
+            let removed = number(&new, "evicted_keys");
+            Ok(if removed > 0 { Ok(()) } else { Err(removed.to_string()) })
+        })
+        .unwrap();
+        set(&new, "maxmemory", "1gb");
+        says(&switch(&stage, &old, &new, &[], 3), &["removes keys by itself", "since its start", "remora verify"]);
+        assert_eq!(roles([&old, &new]), ["master", "slave"]);
+    }
+}
+
 /// Two hosts call the same command at the same time.
 #[test]
 fn two_switches_at_the_same_time_leave_one_primary_and_lose_no_write() {
@@ -331,6 +370,11 @@ fn both_servers_note_their_roles_if_that_is_wanted() {
         old.restart().unwrap();
         new.restart().unwrap();
         assert_eq!(roles([&old, &new]), ["slave", "master"]);
+        old.wait_for_link(LONG).unwrap();
+        // The file of one cannot be written: clients are led all the same.
+        std::fs::remove_dir_all(old.folder()).unwrap();
+        let said = switch(&stage, &new, &old, &["--rewrite-config", "--hook", "/bin/true"], 19);
+        says(&said, &["the switch is done", "has not noted its role", "CONFIG REWRITE"]);
     }
 }
 

@@ -762,7 +762,16 @@ fn what_a_killed_source_has_changed_the_next_one_puts_back() {
 fn a_source_that_is_stopped_before_the_fork_puts_the_settings_back() {
     for kind in require::kinds() {
         let (primary, source, state) = tuned(kind);
+        // Another client has the server note its settings meanwhile, as Sentinels do.
+        primary.client().unwrap().ok(&["CONFIG", "REWRITE"]).unwrap();
+        let file = primary.folder().join("server.conf");
+        let noted = || {
+            let text = std::fs::read_to_string(&file).unwrap();
+            ["repl-diskless-sync-delay 0", "rdbcompression no"].map(|line| text.contains(line))
+        };
+        assert_eq!(noted(), [true, true]);
         source.stop();
+        assert_eq!(noted(), [false, false], "{kind}: a restart would bring them back");
         assert_eq!(settings(&primary), ["5", "yes"]);
         assert_eq!(records(state.path()), [""; 0]);
     }

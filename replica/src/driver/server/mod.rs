@@ -24,8 +24,8 @@ use crate::machine::{
     Followed, Follows, Introduced, Job, Lapse, Leaving, Left, Look, NoAnswer, NotFollowed, PrimaryLink, Report,
 };
 use crate::options::Options;
-use crate::preflight::{self, FOLLOW, Primary, REWRITE, Target};
-use crate::record::{Record, Rewrites};
+use crate::preflight::{self, FOLLOW, Primary, Target};
+use crate::record::{REWRITE, Record, Rewrites};
 use remora_delivery::link::candidates::{LinkFailure, LinkPort};
 use remora_delivery::payload::{Answer, Introduction};
 use remora_process::exit::{Code, Failure};
@@ -556,9 +556,6 @@ fn no_answer(error: ServerError) -> NoAnswer {
 // file. They would come back with the server's next start, long after the agent has put the settings back. The servers
 // count the calls of `CONFIG REWRITE` since their start (`INFO commandstats`, from Redis 7 on).
 
-/// How `INFO commandstats` names the calls of `CONFIG REWRITE`.
-const REWRITE_CALLS: &str = "cmdstat_config|rewrite";
-
 impl Keeper {
     /// Notes how often the file has been written, before the first change. What an agent before us noted for a server
     /// that still follows its link stays: the file may have been written since.
@@ -616,15 +613,7 @@ impl Keeper {
 
     /// How often the file was written since the server's start; `None` if the server does not count that.
     async fn rewrite_calls(&mut self) -> Result<Option<u64>, ServerError> {
-        let stats = self.control.client().await?.info("commandstats").await?;
-        if stats.iter().all(|(name, _)| !name.starts_with("cmdstat_")) {
-            return Ok(None);
-        }
-        // Servers list only what was called. Before Redis 7 there is one line for all of CONFIG.
-        let calls = stats.get(REWRITE_CALLS).and_then(|line| line.strip_prefix("calls="));
-        let is_split = stats.iter().any(|(name, _)| name.starts_with("cmdstat_config|"));
-        let calls = calls.and_then(|calls| calls.split(',').next()?.parse().ok());
-        Ok(calls.or(is_split.then_some(0)))
+        Rewrites::calls(self.control.client().await?).await
     }
 }
 
