@@ -8,7 +8,7 @@
 //!
 //! What is said, and no I/O:
 //!
-//! - [`protocol`]: the numbers of the protocol, and replies as bytes. [`export`]: what is served.
+//! - [`protocol`]: the numbers of the protocol, and replies as bytes. [`Export`]: what is served under a name.
 //! - [`handshake`]: negotiation, option by option. **Start here.**
 //! - [`request`]: one request, and whether it may take place.
 //!

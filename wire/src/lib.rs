@@ -6,7 +6,7 @@
 //!   show. **Start here.**
 //! - [`token`]: the secret that both ends of a connection hold, HMACs that prove possession of it, and keys derived
 //!   from one.
-//! - [`secret_file`]: such a file is read only if no other user could have read or changed it.
+//! - [`token::read`]: a file with a secret is read only if no other user could have read or changed it.
 //!
 //! What does not belong here: a message, a frame or a handshake. Those belong to the crate that speaks them.
 
