@@ -210,7 +210,7 @@ bench: setup
 	$(RELEASE) -p xtask
 	CARGO=$(CARGO) $(TARGET)/release/xtask bench $(ARGS)
 
-## bench-elsewhere: an archive that measures on any Linux machine of x86-64 without a network, in nine minutes: target/remora-bench.tar.gz
+## bench-elsewhere: an archive that measures on any Linux machine of x86-64 without a network: target/remora-bench.tar.gz
 .PHONY: bench-elsewhere
 bench-elsewhere: setup
 	$(RELEASE) -p remora-bench

@@ -23,11 +23,10 @@
 //! The crate decides what is believed: of a source its history, and of a slot its checksum or its seal. What follows
 //! from a loss is for its users. It knows no command line.
 //!
-//! Options: from where a reader reads, and how it passes slots on. They have units, ranges and defaults, and no words
-//! of a command line.
+//! [`ReadOptions`] say from where a reader reads, and [`RelayOptions`] how it passes slots on. They have units, ranges
+//! and defaults.
 
 #![forbid(unsafe_code)]
-// Stands alone: the one place of their units, ranges and defaults.
 
 pub mod addresses;
 pub mod data_set;

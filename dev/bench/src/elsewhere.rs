@@ -30,7 +30,7 @@ use crate::sync::{Result, available_memory};
 /// Command-line arguments.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Options {
-    /// Try everything with little data, in two to three minutes. Do not quote its figures.
+    /// Try everything with little data. Do not quote its figures.
     #[arg(long)]
     pub quick: bool,
     /// Minutes for everything.

@@ -4,8 +4,6 @@
 //!
 //! The bounds of the pages: the bytes of all of `docs/`, and the length of those that are read from beginning to end.
 
-// Stands alone: it reads the pages' sizes, and `links` what stands in them.
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
 use std::{fs, io};
